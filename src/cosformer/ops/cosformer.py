@@ -1,0 +1,78 @@
+"""cosFormer attention: ReLU features re-weighted by the cosine of the distance, at linear cost.
+
+    out_i = sum_j s_ij v_j / sum_j s_ij        s_ij = relu(q_i) . relu(k_j) * cos(pi/2 * (i - j) / M)
+"""
+
+from torch import Tensor
+
+from .linear import Horizon, State, linear_attention, linear_stream
+
+
+def cosformer_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    horizon: Horizon | None = None,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    q_offset: int = 0,
+    decay: Tensor | None = None,
+    eps: float = 1e-6,
+    backend: str | None = None,
+) -> Tensor:
+    """cosFormer attention of q (B, H, L, D) over k (B, Hk, S, D) and v (B, Hk, S, E); returns (B, H, L, E) in q's dtype.
+
+    H must be a multiple of Hk (grouped heads). Query i stands at position `q_offset + i`, key j at position j.
+
+    horizon     the distance at which a key stops mattering: a number, or one per head. `None` means max(L, S), so the result then
+                depends on the length of the call; give a number wherever prefixes, chunks or padded batches must agree.
+                `math.inf` drops the cosine.
+    causal      a query sees the keys at its own position and before.
+    key_mask    (B, S) bool, True = keep.
+    cu_seqlens  boundaries (0, n1, n1 + n2, ...) of sequences packed into one batch row; none sees another.
+    decay       rates >= 0, one per head (H,), or one per head and position (B, H, S) in self-attention: weights are multiplied by
+                exp(-|A_i - A_j|), where A is the running sum of the rates (rate * position for a constant).
+    eps         the smallest normaliser; a query with nothing to attend to gives zeros.
+    backend     None for the best that supports the call, or a name, which runs or raises with the reason.
+
+    >>> q, k, v = (torch.randn(2, 8, 1000, 64) for _ in range(3))
+    >>> cosformer_attention(q, k, v, causal=True, horizon=4096).shape
+    torch.Size([2, 8, 1000, 64])
+    """
+    if horizon is None:
+        if cu_seqlens is not None:
+            raise ValueError("horizon=None has no meaning for packed sequences (cu_seqlens); pass a number, the same for all of them")
+        horizon = _longest(q, k)
+    options = {"causal": causal, "key_mask": key_mask, "cu_seqlens": cu_seqlens, "q_offset": q_offset, "decay": decay}
+    return linear_attention(q, k, v, horizon=horizon, relu=True, eps=eps, backend=backend, **options)
+
+
+def cosformer_stream(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State | None = None,
+    *,
+    horizon: Horizon,
+    key_mask: Tensor | None = None,
+    decay: Tensor | None = None,
+    eps: float = 1e-6,
+    backend: str | None = None,
+) -> tuple[Tensor, State]:
+    """Causal cosFormer attention over the next tokens of a stream: returns their output and the state after them.
+
+    Start with `state=None`, then pass the state returned last, one token or many at a time; however the stream is cut, the
+    output is that of `cosformer_attention(..., causal=True)` over the whole. `horizon` must be given, since the length is not
+    known, and bounds the stream unless it is `math.inf`.
+    """
+    if horizon is None:
+        raise ValueError("horizon=None has no meaning for a stream, whose length is not known; pass a number, or math.inf")
+    options = {"key_mask": key_mask, "decay": decay, "eps": eps, "backend": backend}
+    return linear_stream(q, k, v, state, horizon=horizon, relu=True, **options)
+
+
+def _longest(q: Tensor, k: Tensor) -> int:
+    lengths = [x.shape[2] for x in (q, k) if isinstance(x, Tensor) and x.ndim == 4]
+    return max(lengths, default=1) or 1

@@ -1,0 +1,511 @@
+"""linear_attention: the shared core of every kernel mixer - checks, choice of backend, autograd, one operator torch can trace.
+
+    out_i = sum_j s_ij v_j / max(sum_j s_ij, eps)      s_ij = f(q_i) . f(k_j) * cos(pi/2 (p_i - p_j) / M) * exp(-|A_i - A_j|)
+
+f is the identity (q and k are features already) or ReLU, fused into the backends. An infinite horizon M drops the cosine.
+cosFormer is f = ReLU with a finite horizon (cosformer.py). The algorithm is derived in _torch.py.
+
+    B, H, Hk   batch, query heads, key/value heads      L, S   query and key length      D, E   key and value size
+"""
+
+import importlib
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import ModuleType
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+BACKENDS = ("torch",)  # best first
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+Horizon = float | Sequence[float] | Tensor
+
+
+@dataclass(frozen=True)
+class State:
+    """Everything a stream remembers: one tensor (B, H, F, E + 1), whose last column is the normaliser, and the next position.
+
+    F is 2D, or D with an infinite horizon. A State is never changed in place, so keeping one is a valid way back to it;
+    `snapshot` and `rollback` do the same for the last tokens only. It is differentiable, and torch treats it as a pytree.
+    """
+
+    tensor: Tensor
+    position: int = 0
+    origin: "State | None" = None  # set by snapshot(): where rollback() starts from ...
+    trail: tuple[tuple[Tensor, ...], ...] = ()  # ... and the (k, v, key_mask, decay) seen since
+
+    def index_select(self, index: Tensor) -> "State":
+        """The state with batch rows chosen by `index`: the reordering that beam search asks for."""
+        return self._map(lambda t: t.index_select(0, index))
+
+    def to(self, *args, **kwargs) -> "State":
+        """The state on another device; its dtype is the accumulation dtype and stays."""
+        return self._map(lambda t: t.to(*args, **kwargs))
+
+    def detach(self) -> "State":
+        """The state cut from the graph, as truncated back-propagation through time needs it."""
+        return self._map(lambda t: t.detach())
+
+    def snapshot(self) -> "State":
+        """The same state, from here on remembering the tokens it takes in, so that the last of them can be rolled back."""
+        here = State(self.tensor, self.position)
+        return replace(here, origin=here)
+
+    def rollback(self, tokens: int) -> "State":
+        """The state as it was `tokens` tokens ago, exactly; it can go back as far as the last snapshot."""
+        start = self.origin
+        if start is None:
+            raise ValueError("rollback: this state has no snapshot to return to; call state.snapshot() before the tokens")
+        keep = self.position - start.position - tokens
+        if tokens < 0 or keep < 0:
+            raise ValueError(f"rollback: tokens is {tokens}; 0 to {self.position - start.position} were seen since the snapshot")
+        state = start.snapshot()
+        for k, v, key_mask, decay, horizon, relu in self.trail:
+            n = min(keep, k.shape[2])
+            if n == 0:
+                break
+            kw = {"key_mask": None if key_mask is None else key_mask[:, :n], "horizon": horizon, "relu": relu}
+            kw["decay"] = decay[:, :, :n] if decay is not None and decay.ndim == 3 else decay
+            heads = self.tensor.shape[1]
+            q = k[:, :1, :n].expand(-1, heads, -1, -1)  # the output is not wanted, only the state
+            _, state = linear_stream(q, k[:, :, :n], v[:, :, :n], state, **kw)
+            keep -= n
+        return state
+
+    def state_dict(self) -> dict[str, Tensor | int]:
+        """What `torch.save` or safetensors keeps; `State.from_state_dict` is the way back."""
+        return {"tensor": self.tensor, "position": self.position}
+
+    @classmethod
+    def from_state_dict(cls, saved: dict) -> "State":
+        return cls(saved["tensor"], int(saved["position"]))
+
+    def _map(self, change) -> "State":
+        """Apply to the tensor and to all that rollback needs; per-head rates have no batch row and stay."""
+        trail = tuple(
+            (change(k), change(v), None if m is None else change(m), change(d) if d is not None and d.ndim == 3 else d, h, r)
+            for k, v, m, d, h, r in self.trail
+        )
+        origin = None if self.origin is None else State(change(self.origin.tensor), self.origin.position)
+        return State(change(self.tensor), self.position, origin, trail)
+
+
+def linear_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    horizon: Horizon = math.inf,
+    relu: bool = False,
+    causal: bool = False,
+    key_mask: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    q_offset: int = 0,
+    decay: Tensor | None = None,
+    eps: float = 1e-6,
+    backend: str | None = None,
+) -> Tensor:
+    """Normalised linear attention over features q (B, H, L, D), k (B, Hk, S, D) and values v (B, Hk, S, E) -> (B, H, L, E).
+
+    The arguments are those of `cosformer_attention`, plus `relu`: apply ReLU to q and k first.
+    """
+    q, k, v = _autocast(q, k, v)
+    _check_tensors(q, k, v, key_mask)
+    L, S = q.shape[2], k.shape[2]
+    if not isinstance(q_offset, int | torch.SymInt) or isinstance(q_offset, bool):
+        raise TypeError(f"q_offset must be an int, the position of the first query among the keys; got {type(q_offset).__name__}")
+    if q_offset < 0:
+        raise ValueError(f"q_offset is {q_offset}; the first query's position among the keys must be 0 or more")
+    if cu_seqlens is not None:
+        _check_packed(q, k, cu_seqlens, q_offset)
+    horizons = _horizons(horizon, q.shape[1])
+    if cu_seqlens is None and L > 0 and S > 0:
+        _check_reach(horizons, q_offset + L - 1 if causal else max(q_offset + L - 1, S - 1 - q_offset))
+    decay = _rates(decay, q, k, self_attention=L == S and q_offset == 0)
+    _check_backend(backend)
+    out, _, _ = _attend(q, k, v, decay, key_mask, cu_seqlens, None, horizons, causal, q_offset, 0, relu, eps, backend, False)
+    return out
+
+
+def linear_stream(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: State | None = None,
+    *,
+    horizon: Horizon = math.inf,
+    relu: bool = False,
+    key_mask: Tensor | None = None,
+    decay: Tensor | None = None,
+    eps: float = 1e-6,
+    backend: str | None = None,
+) -> tuple[Tensor, State]:
+    """Causal `linear_attention` over the next tokens of a stream; returns their output and the state after them."""
+    q, k, v = _autocast(q, k, v)
+    _check_tensors(q, k, v, key_mask)
+    if q.shape[2] != k.shape[2]:
+        raise ValueError(f"q has length {q.shape[2]} and k has {k.shape[2]}; a stream takes as many queries as keys")
+    horizons = _horizons(horizon, q.shape[1])
+    if state is None:
+        position, tensor = 0, None
+    else:
+        position, tensor = state.position, state.tensor
+        _check_state(tensor, q, v, horizons)
+    if q.shape[2] > 0:
+        _check_reach(horizons, position + q.shape[2] - 1)
+    rates = _rates(decay, q, k, self_attention=True)
+    _check_backend(backend)
+    out, _, new = _attend(q, k, v, rates, key_mask, None, tensor, horizons, True, 0, position, relu, eps, backend, True)
+    after = State(new, position + q.shape[2])
+    if state is not None and state.origin is not None:
+        seen = (k, v, key_mask, decay, horizons, relu)
+        after = replace(after, origin=state.origin, trail=(*state.trail, seen))
+    return out, after
+
+
+# Checks. Each names the argument, what was given and what is accepted.
+
+
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Under autocast q, k and v enter in the autocast dtype, as in scaled_dot_product_attention; sums stay in float32."""
+    device = q.device.type if isinstance(q, Tensor) else "none"
+    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    q, k, v = (x.to(dtype) if isinstance(x, Tensor) and x.dtype in DTYPES[1:] else x for x in (q, k, v))
+    return q, k, v
+
+
+def _check_tensors(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, Tensor):
+            raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
+        if x.ndim != 4:
+            raise ValueError(f"{name} must have 4 dimensions (batch, heads, length, size); got shape {tuple(x.shape)}")
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} must be float64, float32, bfloat16 or float16; got {x.dtype}")
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(f"q, k and v must share one dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
+    if not q.device == k.device == v.device:
+        raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device} and {v.device}")
+    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
+    if k.shape[:3] != v.shape[:3]:
+        raise ValueError(f"k and v must agree in batch, heads and length; {shapes}")
+    if q.shape[0] != k.shape[0]:
+        raise ValueError(f"q and k must have the same batch size; {shapes}")
+    if q.shape[3] != k.shape[3] or q.shape[3] == 0:
+        raise ValueError(f"q and k must have the same size of at least 1 in their last dimension; {shapes}")
+    if k.shape[1] == 0 or q.shape[1] % k.shape[1] or q.shape[1] == 0:
+        raise ValueError(f"q's heads must be a multiple of k's; {shapes}")
+    if key_mask is not None:
+        if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
+            given = key_mask.dtype if isinstance(key_mask, Tensor) else type(key_mask).__name__
+            raise TypeError(f"key_mask must be a bool tensor, True = keep; got {given}")
+        if key_mask.shape != (k.shape[0], k.shape[2]):
+            raise ValueError(f"key_mask must have shape (batch, keys) = {(k.shape[0], k.shape[2])}; got {tuple(key_mask.shape)}")
+        if key_mask.device != k.device:
+            raise ValueError(f"key_mask must be on k's device {k.device}; got {key_mask.device}")
+
+
+def _check_packed(q: Tensor, k: Tensor, cu_seqlens: Tensor, q_offset: int) -> None:
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1:
+        raise TypeError(f"cu_seqlens must be a 1-D int32 or int64 tensor of sequence boundaries; got {_shown(cu_seqlens)}")
+    if q.shape[0] != 1 or q.shape[2] != k.shape[2] or q_offset != 0:
+        raise ValueError(
+            "cu_seqlens packs sequences into one batch row, with as many queries as keys and q_offset 0; "
+            f"got q {tuple(q.shape)}, k {tuple(k.shape)}, q_offset {q_offset}"
+        )
+
+
+def _check_boundaries(cu_seqlens: Tensor, length: int, horizons: list[float]) -> Tensor:
+    """The boundaries on the CPU, after the checks that need their values."""
+    cu = cu_seqlens.to("cpu", torch.int64)
+    if len(cu) < 2 or cu[0] != 0 or cu[-1] != length or bool((cu.diff() < 0).any()):
+        raise ValueError(f"cu_seqlens must rise from 0 to the packed length {length}; got {cu.tolist()}")
+    _check_reach(horizons, int(cu.diff().max()) - 1)
+    return cu
+
+
+def _horizons(horizon: Horizon, heads: int) -> list[float]:
+    """The horizon as a list of one number, or of one per head."""
+    if isinstance(horizon, Tensor):
+        horizon = horizon.tolist()
+    if isinstance(horizon, Sequence) and not isinstance(horizon, str):
+        if len(horizon) not in (1, heads):
+            raise ValueError(f"horizon must be one number or one per head ({heads}); got {len(horizon)} numbers")
+        values = [float(h) for h in horizon]
+    elif isinstance(horizon, int | float | torch.SymInt | torch.SymFloat) and not isinstance(horizon, bool):
+        values = [float(horizon)]
+    else:
+        raise TypeError(f"horizon must be a number, or one per head; got {_shown(horizon)}")
+    for value in values:
+        if not value > 0:
+            raise ValueError(f"horizon must be greater than 0; got {value}")
+    return values
+
+
+def _check_reach(horizons: list[float], distance: int) -> None:
+    """Beyond the horizon the cosine is negative and the normaliser meaningless, so such a call has no answer."""
+    for value in horizons:
+        if distance > value:
+            raise ValueError(
+                f"horizon is {value:g}, but positions can lie {distance} apart here; pass a horizon of at least {distance} "
+                "(or math.inf, which drops the cosine)"
+            )
+
+
+def _rates(decay: Tensor | None, q: Tensor, k: Tensor, *, self_attention: bool) -> Tensor | None:
+    if decay is None:
+        return None
+    (B, H, _, _), S = q.shape, k.shape[2]
+    if not isinstance(decay, Tensor) or not decay.is_floating_point():
+        raise TypeError(f"decay must be a floating-point tensor of rates; got {_shown(decay)}")
+    if decay.shape != (H,) and decay.shape != (B, H, S):
+        raise ValueError(f"decay must have shape (heads,) = {(H,)} or (batch, heads, keys) = {(B, H, S)}; got {tuple(decay.shape)}")
+    if decay.ndim == 3 and not self_attention:
+        raise ValueError("decay with one rate per position needs self-attention (as many queries as keys, q_offset 0)")
+    if decay.device != q.device:
+        raise ValueError(f"decay must be on q's device {q.device}; got {decay.device}")
+    return decay.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+
+
+def _check_rate_values(decay: Tensor) -> None:
+    if bool((decay < 0).any()):
+        raise ValueError(f"decay rates must be 0 or more; the smallest given is {decay.min().item():g}")
+
+
+def _check_state(tensor: Tensor, q: Tensor, v: Tensor, horizons: list[float]) -> None:
+    expected = _state_shape(q, v, horizons)
+    if tuple(tensor.shape) != expected:
+        raise ValueError(f"state must have shape (batch, heads, features, value size + 1) = {expected}; got {tuple(tensor.shape)}")
+    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if tensor.dtype != dtype or tensor.device != q.device:
+        raise TypeError(f"state must be {dtype} on {q.device}; got {tensor.dtype} on {tensor.device}")
+
+
+def _state_shape(q: Tensor, v: Tensor, horizons: list[float]) -> tuple[int, int, int, int]:
+    return q.shape[0], q.shape[1], q.shape[3] * (1 if _no_cosine(horizons) else 2), v.shape[3] + 1
+
+
+def _no_cosine(horizons: list[float]) -> bool:
+    return all(h == math.inf for h in horizons)
+
+
+def _shown(x: object) -> str:
+    return f"a {x.dtype} tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"{type(x).__name__} {x!r}"
+
+
+# Backends: modules with the same two functions. A named backend runs or raises with the reason; none falls back silently.
+
+
+def _check_backend(backend: str | None) -> None:
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend {backend!r} is unknown; one of {', '.join(map(repr, BACKENDS))}, or None for the best")
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"cosformer.ops._{name}")
+
+
+def _backend(name: str | None, q: Tensor, k: Tensor, v: Tensor) -> ModuleType:
+    """The named backend, or the best that supports the call."""
+    if name is None:
+        return next(m for m in map(_module, BACKENDS) if m.unsupported(q, k, v) is None)
+    if reason := _module(name).unsupported(q, k, v):
+        raise ValueError(f"backend {name!r} cannot run this call: {reason}")
+    return _module(name)
+
+
+def _theta(horizons: list[float]) -> Tensor | None:
+    return None if _no_cosine(horizons) else torch.tensor([math.pi / 2 / h for h in horizons], dtype=torch.float64)
+
+
+# One forward and one backward, reached three ways: called plainly where nothing watches (a decode step is shorter than the
+# dispatcher), as an autograd.Function in eager mode, and as opaque operators where torch traces (compile, export, meta, fake).
+
+
+def _forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    decay: Tensor | None,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state: Tensor | None,
+    horizons: list[float],
+    causal: bool,
+    q_offset: int,
+    position: int,
+    relu: bool,
+    eps: float,
+    backend: str | None,
+    keep_state: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return out, the normaliser before clamping, and the state (empty where none is kept)."""
+    if cu_seqlens is not None:
+        cu_seqlens = _check_boundaries(cu_seqlens, q.shape[2], horizons)
+    if decay is not None:
+        _check_rate_values(decay)
+    options = {"causal": causal, "q_offset": q_offset, "position": position, "relu": relu, "eps": eps, "keep_state": keep_state}
+    run = _backend(backend, q, k, v).forward
+    return run(q, k, v, _theta(horizons), decay, key_mask, cu_seqlens, state, **options)
+
+
+def _backward(
+    dout: Tensor,
+    dstate: Tensor | None,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    norm: Tensor,
+    state_out: Tensor,
+    decay: Tensor | None,
+    key_mask: Tensor | None,
+    cu_seqlens: Tensor | None,
+    state: Tensor | None,
+    horizons: list[float],
+    causal: bool,
+    q_offset: int,
+    position: int,
+    relu: bool,
+    eps: float,
+    backend: str | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Return dq, dk, dv, the gradient of decay and of the incoming state (empty where there is none)."""
+    cu = None if cu_seqlens is None else cu_seqlens.to("cpu", torch.int64)
+    options = {"causal": causal, "q_offset": q_offset, "position": position, "relu": relu, "eps": eps}
+    run = _backend(backend, q, k, v).backward
+    saved = (q, k, v, out, norm, state, state_out)
+    *grads, ddecay, dstate_in = run(dout, dstate, *saved, _theta(horizons), decay, key_mask, cu, **options)
+    return *grads, *(norm.new_empty(0) if g is None else g for g in (ddecay, dstate_in))
+
+
+def _projected(x: Tensor, heads: int, length: int, size: int) -> Tensor:
+    """An empty (B, heads, length, size) laid out as (B, length, heads, size), as every backend allocates its results."""
+    return x.new_empty(x.shape[0], length, heads, size).transpose(1, 2)
+
+
+forward_op = torch.library.custom_op("cosformer::linear_attention", _forward, mutates_args=())
+backward_op = torch.library.custom_op("cosformer::linear_attention_backward", _backward, mutates_args=())
+
+
+@forward_op.register_fake
+def _(q, k, v, decay, key_mask, cu_seqlens, state, horizons, causal, q_offset, position, relu, eps, backend, keep_state):
+    sums = torch.float64 if q.dtype == torch.float64 else torch.float32
+    kept = keep_state or not (causal or decay is not None or cu_seqlens is not None)
+    shape = _state_shape(q, v, horizons) if kept else (0,)
+    out = _projected(q, q.shape[1], q.shape[2], v.shape[3])
+    return out, q.new_empty(q.shape[:3], dtype=sums), q.new_empty(shape, dtype=sums)
+
+
+@backward_op.register_fake
+def _(dout, dstate, q, k, v, out, norm, state_out, decay, key_mask, cu_seqlens, state, *_):
+    grads = (_projected(x, x.shape[1], x.shape[2], x.shape[3]) for x in (q, k, v))
+    ddecay = norm.new_empty(0) if decay is None else decay.new_empty(decay.shape)
+    return *grads, ddecay, norm.new_empty(0) if state is None else state.new_empty(state.shape)
+
+
+def _save(ctx, inputs, output):
+    q, k, v, decay, key_mask, cu_seqlens, state, *options = inputs
+    out, norm, state_out = output
+    ctx.save_for_backward(q, k, v, out, norm, state_out, decay, key_mask, cu_seqlens, state)
+    *ctx.options, ctx.keep_state = options
+    ctx.mark_non_differentiable(norm)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, dout, dnorm, dstate):
+    *_, decay, key_mask, cu_seqlens, state = saved = ctx.saved_tensors
+    if dout is None:  # only the state was used further on
+        dout = torch.zeros_like(saved[3])
+    dstate = dstate if ctx.keep_state else None  # without a stream the state is the backward's own, or a placeholder
+    dq, dk, dv, ddecay, dstate_in = _attend_backward(dout, dstate, *saved, *ctx.options)
+    rest = (None,) * (len(ctx.options) + 1)
+    return dq, dk, dv, None if decay is None else ddecay, None, None, None if state is None else dstate_in, *rest
+
+
+def _no_second_derivative(ctx, *grads):
+    raise RuntimeError("cosformer attention has no second derivative (double backward); reference.attention has one")
+
+
+# torch.func.vmap: the mapped dimension joins the batch, which attention never mixes.
+
+
+def _vmap_forward(info, in_dims, *args):
+    n, tensors = info.batch_size, _fold(args[:7], in_dims[:7], info.batch_size, per_row=(3,), packed=args[5])
+    return tuple(_unfold(x, n) for x in _attend(*tensors, *args[7:])), (0, 0, 0)
+
+
+def _vmap_backward(info, in_dims, *args):
+    n, tensors = info.batch_size, _fold(args[:12], in_dims[:12], info.batch_size, per_row=(7, 8), packed=args[10])
+    if tensors[8] is not None and tensors[8].ndim == 1:
+        raise NotImplementedError("vmap over a gradient with one decay rate per head; give one per position (batch, heads, keys)")
+    return tuple(_unfold(x, n) for x in _attend_backward(*tensors, *args[12:])), (0,) * 5
+
+
+def _fold(tensors, dims, n: int, *, per_row: tuple[int, ...], packed) -> list[Tensor | None]:
+    """Each (B, ...) with its mapped dimension -> (n * B, ...). Those in `per_row` may lack B: rates per head, an absent state."""
+    if packed is not None:
+        raise NotImplementedError("vmap over packed sequences (cu_seqlens): a packed call has one batch row")
+    folded: list[Tensor | None] = []
+    for at, (x, dim) in enumerate(zip(tensors, dims, strict=True)):
+        if x is None:
+            folded.append(None)
+        elif at in per_row and x.ndim == (1 if dim is None else 2):
+            if dim is not None and x.numel():
+                raise NotImplementedError("vmap over decay with one rate per head; give one per position (batch, heads, keys)")
+            folded.append(x if dim is None else x.new_empty(0))
+        else:
+            folded.append((x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1))
+    return folded
+
+
+def _unfold(x: Tensor, n: int) -> Tensor:
+    return x.unflatten(0, (n, x.shape[0] // n)) if x.ndim > 1 else x.expand(n, *x.shape)
+
+
+class _Attention(torch.autograd.Function):
+    forward = staticmethod(_forward)
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_differentiate)
+    vmap = staticmethod(_vmap_forward)
+
+
+class _Gradient(torch.autograd.Function):
+    forward = staticmethod(_backward)
+    setup_context = staticmethod(lambda ctx, inputs, output: None)
+    backward = staticmethod(_no_second_derivative)
+    vmap = staticmethod(_vmap_backward)
+
+
+forward_op.register_autograd(_differentiate, setup_context=_save)
+forward_op.register_vmap(_vmap_forward)
+backward_op.register_autograd(_no_second_derivative)
+backward_op.register_vmap(_vmap_backward)
+
+
+def _attend(*args) -> tuple[Tensor, Tensor, Tensor]:
+    return _route(args, forward_op, _Attention.apply, _forward)
+
+
+def _attend_backward(*args) -> tuple[Tensor, ...]:
+    return _route(args, backward_op, _Gradient.apply, _backward)
+
+
+def _route(args, traced, differentiated, plain):
+    """Call the one of the three forms that the arguments need."""
+    tensors = [x for x in args if isinstance(x, Tensor)]
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or any(_without_data(x) for x in tensors):
+        return traced(*args)
+    if (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)) or any(map(is_functorch_wrapped_tensor, tensors)):
+        return differentiated(*args)
+    return plain(*args)
+
+
+def _without_data(x: Tensor) -> bool:
+    return x.is_meta or type(x) not in (Tensor, torch.nn.Parameter)
