@@ -1,6 +1,7 @@
-"""Exact linear-cost attention for PyTorch."""
+"""Exact linear-cost attention for PyTorch: cosFormer and what it is compared with."""
 
+from .nn import CosformerAttention
 from .ops import State, cosformer_attention, cosformer_stream
 
 __version__ = "0.1.0.dev0"
-__all__ = ["State", "cosformer_attention", "cosformer_stream"]
+__all__ = ["CosformerAttention", "State", "cosformer_attention", "cosformer_stream"]

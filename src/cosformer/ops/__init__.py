@@ -1,6 +1,6 @@
-"""The operators: cosFormer attention and the linear-attention core it shares with the other kernel mixers."""
+"""The operators: cosFormer attention, and the linear-attention core it shares with the other kernel mixers."""
 
 from .cosformer import cosformer_attention, cosformer_stream
-from .linear import State, linear_attention, linear_stream
+from .linear import State, linear_attention, linear_read, linear_state, linear_stream
 
-__all__ = ["State", "cosformer_attention", "cosformer_stream", "linear_attention", "linear_stream"]
+__all__ = ["State", "cosformer_attention", "cosformer_stream", "linear_attention", "linear_read", "linear_state", "linear_stream"]

@@ -33,7 +33,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-CHUNK = 128  # window chunk: the quadratic part costs CHUNK * D a token, the states 4 D^2
+CHUNK = 128  # of a window: long enough to keep the GEMMs busy, short enough for its quadratic part to stay small
+STRIDE = 1024  # where there is no window nothing is quadratic, and longer steps only save calls
 
 
 def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str | None:
@@ -42,7 +43,7 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str | None:
 
 
 def forward(
-    q, k, v, theta, decay, key_mask, cu_seqlens, state, *, causal, q_offset, position, relu, eps, keep_state
+    q, k, v, theta, decay, key_mask, cu_seqlens, state, *, causal, q_offset, position, relu, signed, eps, keep_state
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return out (B, H, L, E), the normaliser z (B, H, L) and the state after the last key (B, H, F, E + 1).
 
@@ -50,25 +51,25 @@ def forward(
     keys before `position`, the first key's place on the angle's axis. A bidirectional call with decay has no state to return.
     """
     if cu_seqlens is not None:
-        return _packed_forward(q, k, v, theta, decay, key_mask, cu_seqlens, causal=causal, relu=relu, eps=eps)
+        return _packed_forward(q, k, v, theta, decay, key_mask, cu_seqlens, causal=causal, relu=relu, signed=signed, eps=eps)
     c = _Chunks(q, k, v, theta, decay, key_mask, causal=causal, q_offset=q_offset, position=position, relu=relu)
     out, norm = c.empty(q.dtype, c.L, c.E), torch.empty(c.B, c.H, c.L, dtype=c.dtype, device=q.device)
 
     far = {}  # what each query reads from its right
     if c.two_sided:
         right = c.zero_state()
-        for lo, hi in _spans(c.b, c.S, reverse=True):
+        for lo, hi in c.spans(c.b, c.S, reverse=True):
             right = c.absorb(right, c.key(lo, hi), c.value(lo, hi), lo, hi, leftward=True)
-        for lo, hi in _spans(q_offset, q_offset + c.L, reverse=True):
+        for lo, hi in c.spans(q_offset, q_offset + c.L, reverse=True):
             if end := c.keys_until(lo, hi):
                 far[lo] = c.phi(c.reach(c.query(lo, hi), lo, hi, leftward=True), lo, hi) @ right
                 right = c.absorb(right, c.key(lo, end), c.value(lo, end), lo, end, until=hi, leftward=True)
 
     left = c.zero_state() if state is None else state
-    for lo, hi in _spans(0, c.a):
+    for lo, hi in c.spans(0, c.a):
         left = c.absorb(left, c.key(lo, hi), c.value(lo, hi), lo, hi)
     left = c.across_gap(left)
-    for lo, hi in _spans(q_offset, q_offset + c.L):
+    for lo, hi in c.spans(q_offset, q_offset + c.L):
         x = c.query(lo, hi)
         n = c.phi(c.reach(x, lo, hi), lo, hi) @ left
         if end := c.keys_until(lo, hi):
@@ -80,31 +81,31 @@ def forward(
         if lo in far:
             n += far.pop(lo)
         i = slice(lo - q_offset, hi - q_offset)
-        out[:, :, i] = n[..., :-1] / n[..., -1:].clamp_min(eps)
+        out[:, :, i] = n[..., :-1] / _clamp(n[..., -1:], eps, signed)
         norm[:, :, i] = n[..., -1]
     kept = keep_state or not (causal or c.two_sided)
     return out, norm, left.clone() if kept and left is state else left if kept else left.new_empty(0)
 
 
 def backward(
-    dout, dstate, q, k, v, out, norm, state, state_out, theta, decay, key_mask, cu_seqlens, *, causal, q_offset, position, relu, eps
+    dout, dstate, q, k, v, out, norm, state, state_out, theta, decay, key_mask, cu_seqlens, *, causal, q_offset, position, relu, signed, eps
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return dq, dk, dv, the rates' gradient (None without decay) and the incoming state's gradient (None without a state)."""
     if cu_seqlens is not None:
         args = (dout, q, k, v, out, norm, theta, decay, key_mask, cu_seqlens)
-        return *_packed_backward(*args, causal=causal, relu=relu, eps=eps), None
+        return *_packed_backward(*args, causal=causal, relu=relu, signed=signed, eps=eps), None
     c = _Chunks(q, k, v, theta, decay, key_mask, causal=causal, q_offset=q_offset, position=position, relu=relu)
-    c.start_backward(dout, out, norm, eps)
+    c.start_backward(dout, out, norm, eps, signed)
 
     # Left to right: queries read the keys before them; two-sided, keys and suffix also read the queries before them.
     left, mirror = c.zero_state() if state is None else state, c.zero_state()
     if state_out is not None and state_out.numel() and c.a == c.S and not causal:
         left = state_out  # bidirectional without decay: the forward's total state
     else:
-        for lo, hi in _spans(0, c.a):
+        for lo, hi in c.spans(0, c.a):
             left = c.absorb(left, c.key(lo, hi), c.value(lo, hi), lo, hi)
         left = c.across_gap(left)
-    for lo, hi in _spans(q_offset, q_offset + c.L):
+    for lo, hi in c.spans(q_offset, q_offset + c.L):
         c.query_reads(left, lo, hi)
         if end := c.keys_until(lo, hi):
             c.inside_chunk(lo, hi, end)
@@ -116,16 +117,16 @@ def backward(
         if c.two_sided:
             mirror = c.absorb(mirror, c.query(lo, hi), c.m(lo, hi), lo, hi)
     if c.two_sided:
-        for lo, hi in _spans(c.b, c.S):
+        for lo, hi in c.spans(c.b, c.S):
             c.key_reads(mirror, lo, hi)
             mirror = c.fade(mirror, lo, hi)
 
     # Right to left: keys read the queries after them; two-sided, queries also read the keys after them.
     mirror, right = c.zero_state() if dstate is None else dstate, c.zero_state()
     if c.two_sided:
-        for lo, hi in _spans(c.b, c.S, reverse=True):
+        for lo, hi in c.spans(c.b, c.S, reverse=True):
             right = c.absorb(right, c.key(lo, hi), c.value(lo, hi), lo, hi, leftward=True)
-    for lo, hi in _spans(q_offset, q_offset + c.L, reverse=True):
+    for lo, hi in c.spans(q_offset, q_offset + c.L, reverse=True):
         if end := c.keys_until(lo, hi):
             c.key_reads(mirror, lo, end, until=hi, leftward=True)
             if c.two_sided:
@@ -133,7 +134,7 @@ def backward(
                 right = c.absorb(right, c.key(lo, end), c.value(lo, end), lo, end, until=hi, leftward=True)
         mirror = c.absorb(mirror, c.query(lo, hi), c.m(lo, hi), lo, hi, leftward=True)
     mirror = c.across_gap(mirror)
-    for lo, hi in _spans(0, c.a, reverse=True):
+    for lo, hi in c.spans(0, c.a, reverse=True):
         c.key_reads(mirror, lo, hi, leftward=True)
         mirror = c.fade(mirror, lo, hi)
 
@@ -160,11 +161,17 @@ class _Chunks:
         split = causal or self.two_sided
         self.a = min(q_offset, self.S) if split else self.S
         self.b = min(q_offset + self.L, self.S) if split else self.S
+        self.step = CHUNK if split else STRIDE
         if theta is not None:
             angle = theta[:, None] * (position + torch.arange(max(q_offset + self.L, self.S)))  # float64: exact to rounding
             self.cos, self.sin = (t.unsqueeze(-1).to(q.device, self.dtype) for t in (angle.cos(), angle.sin()))
             lag = theta[:, None] * torch.arange(-CHUNK, CHUNK + 1)
             self.cos_lag = lag.cos().to(q.device, self.dtype)
+
+    def spans(self, lo: int, hi: int, *, reverse: bool = False) -> Iterator[tuple[int, int]]:
+        """[lo, hi) in steps, from either end; both orders cut at the same places."""
+        starts = range(lo, hi, self.step)
+        return ((s, min(s + self.step, hi)) for s in (reversed(starts) if reverse else starts))
 
     def empty(self, dtype: torch.dtype, length: int, size: int) -> Tensor:
         """(B, H, length, size) laid out as (B, length, H, size): what the projections around attention read and write."""
@@ -251,8 +258,8 @@ class _Chunks:
 
     # The backward's half: what is read in a sweep is added to the gradients.
 
-    def start_backward(self, dout: Tensor, out: Tensor, norm: Tensor, eps: float) -> None:
-        self.dout, self.out, self.norm, self.eps = dout, out, norm, eps
+    def start_backward(self, dout: Tensor, out: Tensor, norm: Tensor, eps: float, signed: bool) -> None:
+        self.dout, self.out, self.norm, self.eps, self.signed = dout, out, norm, eps, signed
         zeros = self.q.new_zeros
         self.dq = zeros(self.B, self.L, self.H, self.D, dtype=self.dtype).transpose(1, 2)
         self.dk = zeros(self.B, self.S, self.Hk, self.D, dtype=self.dtype).transpose(1, 2)
@@ -265,9 +272,9 @@ class _Chunks:
         """The gradient of [n_i, z_i]; a clamped normaliser passes none on."""
         i = slice(lo - self.q_offset, hi - self.q_offset)
         dout, z = self.dout[:, :, i].to(self.dtype), self.norm[:, :, i, None]
-        dn = dout / z.clamp_min(self.eps)
+        dn = dout / _clamp(z, self.eps, self.signed)
         dz = -(dn * self.out[:, :, i].to(self.dtype)).sum(-1, keepdim=True)
-        return torch.cat([dn, dz.masked_fill(z < self.eps, 0)], -1)
+        return torch.cat([dn, dz.masked_fill((z.abs() if self.signed else z) < self.eps, 0)], -1)
 
     def query_reads(self, state: Tensor, lo: int, hi: int, *, leftward: bool = False) -> None:
         x, m = self.query(lo, hi), self.m(lo, hi)
@@ -322,10 +329,9 @@ class _Chunks:
         return (query.sum((0, 2)) + (self.dA_key * at[: self.S]).sum((0, 2))).to(self.decay.dtype)
 
 
-def _spans(lo: int, hi: int, reverse: bool = False) -> Iterator[tuple[int, int]]:
-    """[lo, hi) in chunks, from either end; both orders cut at the same places."""
-    starts = range(lo, hi, CHUNK)
-    return ((s, min(s + CHUNK, hi)) for s in (reversed(starts) if reverse else starts))
+def _clamp(z: Tensor, eps: float, signed: bool) -> Tensor:
+    """The normaliser held away from zero; signed, on its own side of zero."""
+    return torch.where(z < 0, -1.0, 1.0).to(z) * z.abs().clamp_min(eps) if signed else z.clamp_min(eps)
 
 
 # Packed sequences: those of like length (within a factor of two) run together as one padded batch, so the work and memory

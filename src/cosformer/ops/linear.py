@@ -1,6 +1,6 @@
 """linear_attention: the shared core of every kernel mixer - checks, choice of backend, autograd, one operator torch can trace.
 
-    out_i = sum_j s_ij v_j / max(sum_j s_ij, eps)      s_ij = f(q_i) . f(k_j) * cos(pi/2 (p_i - p_j) / M) * exp(-|A_i - A_j|)
+    out_i = sum_j s_ij v_j / max(sum_j s_ij, eps)     s_ij = f(q_i) . f(k_j) * cos(pi/2 (p_i - p_j) / M) * exp(-|A_i - A_j|)
 
 f is the identity (q and k are features already) or ReLU, fused into the backends. An infinite horizon M drops the cosine.
 cosFormer is f = ReLU with a finite horizon (cosformer.py). The algorithm is derived in _torch.py.
@@ -11,6 +11,7 @@ cosFormer is f = ReLU with a finite horizon (cosformer.py). The algorithm is der
 import importlib
 import math
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import ModuleType
 
@@ -101,6 +102,7 @@ def linear_attention(
     *,
     horizon: Horizon = math.inf,
     relu: bool = False,
+    signed: bool = False,
     causal: bool = False,
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
@@ -111,7 +113,8 @@ def linear_attention(
 ) -> Tensor:
     """Normalised linear attention over features q (B, H, L, D), k (B, Hk, S, D) and values v (B, Hk, S, E) -> (B, H, L, E).
 
-    The arguments are those of `cosformer_attention`, plus `relu`: apply ReLU to q and k first.
+    The arguments are those of `cosformer_attention`, and two of the mechanism's: `relu` applies ReLU to q and k first; `signed`
+    is for features that can be negative, where the normaliser keeps its sign and only its size is held above eps.
     """
     q, k, v = _autocast(q, k, v)
     _check_tensors(q, k, v, key_mask)
@@ -127,7 +130,7 @@ def linear_attention(
         _check_reach(horizons, q_offset + L - 1 if causal else max(q_offset + L - 1, S - 1 - q_offset))
     decay = _rates(decay, q, k, self_attention=L == S and q_offset == 0)
     _check_backend(backend)
-    out, _, _ = _attend(q, k, v, decay, key_mask, cu_seqlens, None, horizons, causal, q_offset, 0, relu, eps, backend, False)
+    out, _, _ = _attend(q, k, v, decay, key_mask, cu_seqlens, None, horizons, causal, q_offset, 0, relu, signed, eps, backend, False)
     return out
 
 
@@ -139,6 +142,7 @@ def linear_stream(
     *,
     horizon: Horizon = math.inf,
     relu: bool = False,
+    signed: bool = False,
     key_mask: Tensor | None = None,
     decay: Tensor | None = None,
     eps: float = 1e-6,
@@ -159,12 +163,43 @@ def linear_stream(
         _check_reach(horizons, position + q.shape[2] - 1)
     rates = _rates(decay, q, k, self_attention=True)
     _check_backend(backend)
-    out, _, new = _attend(q, k, v, rates, key_mask, None, tensor, horizons, True, 0, position, relu, eps, backend, True)
+    out, _, new = _attend(q, k, v, rates, key_mask, None, tensor, horizons, True, 0, position, relu, signed, eps, backend, True)
     after = State(new, position + q.shape[2])
     if state is not None and state.origin is not None:
         seen = (k, v, key_mask, decay, horizons, relu)
         after = replace(after, origin=state.origin, trail=(*state.trail, seen))
     return out, after
+
+
+def linear_state(
+    k: Tensor, v: Tensor, *, heads: int, horizon: Horizon = math.inf, relu: bool = False, key_mask: Tensor | None = None, backend=None
+) -> State:
+    """The state of all keys, for `linear_read`: cross attention's memory, built once and read at constant cost."""
+    q = k[:, :1, :0].expand(-1, heads, -1, -1)  # no query asks yet
+    q, k, v = _autocast(q, k, v)
+    _check_tensors(q, k, v, key_mask)
+    _check_backend(backend)
+    horizons = _horizons(horizon, heads)
+    _, _, tensor = _attend(q, k, v, None, key_mask, None, None, horizons, False, 0, 0, relu, False, 1e-6, backend, True)
+    return State(tensor, k.shape[2])
+
+
+def linear_read(
+    q: Tensor, state: State, *, horizon: Horizon = math.inf, relu=False, signed=False, q_offset: int = 0, eps: float = 1e-6, backend=None
+) -> Tensor:
+    """What queries at positions q_offset, q_offset + 1, ... read from a state: bidirectional attention over the keys in it."""
+    B, H, _, columns = state.tensor.shape
+    k, v = q.new_empty(B, H, 0, q.shape[-1]), q.new_empty(B, H, 0, columns - 1)
+    q, k, v = _autocast(q, k, v)
+    _check_tensors(q, k, v, None)
+    _check_backend(backend)
+    horizons = _horizons(horizon, H)
+    _check_state(state.tensor, q, v, horizons)
+    if q.shape[2] and state.position:
+        _check_reach(horizons, max(q_offset + q.shape[2] - 1, state.position - 1 - q_offset))
+    options = (horizons, False, 0, q_offset, relu, signed, eps, backend, False)
+    out, _, _ = _attend(q, k, v, None, None, None, state.tensor, *options)
+    return out
 
 
 # Checks. Each names the argument, what was given and what is accepted.
@@ -320,6 +355,11 @@ def _backend(name: str | None, q: Tensor, k: Tensor, v: Tensor) -> ModuleType:
     return _module(name)
 
 
+def _full_precision(q: Tensor) -> AbstractContextManager:
+    """Autocast off: the backends choose their own dtypes, and sum in float32 whatever the caller's autocast says."""
+    return torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext()
+
+
 def _theta(horizons: list[float]) -> Tensor | None:
     return None if _no_cosine(horizons) else torch.tensor([math.pi / 2 / h for h in horizons], dtype=torch.float64)
 
@@ -341,6 +381,7 @@ def _forward(
     q_offset: int,
     position: int,
     relu: bool,
+    signed: bool,
     eps: float,
     backend: str | None,
     keep_state: bool,
@@ -350,9 +391,10 @@ def _forward(
         cu_seqlens = _check_boundaries(cu_seqlens, q.shape[2], horizons)
     if decay is not None:
         _check_rate_values(decay)
-    options = {"causal": causal, "q_offset": q_offset, "position": position, "relu": relu, "eps": eps, "keep_state": keep_state}
+    options = {"causal": causal, "q_offset": q_offset, "position": position, "relu": relu, "signed": signed, "eps": eps}
     run = _backend(backend, q, k, v).forward
-    return run(q, k, v, _theta(horizons), decay, key_mask, cu_seqlens, state, **options)
+    with _full_precision(q):
+        return run(q, k, v, _theta(horizons), decay, key_mask, cu_seqlens, state, keep_state=keep_state, **options)
 
 
 def _backward(
@@ -373,15 +415,17 @@ def _backward(
     q_offset: int,
     position: int,
     relu: bool,
+    signed: bool,
     eps: float,
     backend: str | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dv, the gradient of decay and of the incoming state (empty where there is none)."""
     cu = None if cu_seqlens is None else cu_seqlens.to("cpu", torch.int64)
-    options = {"causal": causal, "q_offset": q_offset, "position": position, "relu": relu, "eps": eps}
+    options = {"causal": causal, "q_offset": q_offset, "position": position, "relu": relu, "signed": signed, "eps": eps}
     run = _backend(backend, q, k, v).backward
     saved = (q, k, v, out, norm, state, state_out)
-    *grads, ddecay, dstate_in = run(dout, dstate, *saved, _theta(horizons), decay, key_mask, cu, **options)
+    with _full_precision(q):
+        *grads, ddecay, dstate_in = run(dout, dstate, *saved, _theta(horizons), decay, key_mask, cu, **options)
     return *grads, *(norm.new_empty(0) if g is None else g for g in (ddecay, dstate_in))
 
 
@@ -395,7 +439,7 @@ backward_op = torch.library.custom_op("cosformer::linear_attention_backward", _b
 
 
 @forward_op.register_fake
-def _(q, k, v, decay, key_mask, cu_seqlens, state, horizons, causal, q_offset, position, relu, eps, backend, keep_state):
+def _(q, k, v, decay, key_mask, cu_seqlens, state, horizons, causal, q_offset, position, relu, signed, eps, backend, keep_state):
     sums = torch.float64 if q.dtype == torch.float64 else torch.float32
     kept = keep_state or not (causal or decay is not None or cu_seqlens is not None)
     shape = _state_shape(q, v, horizons) if kept else (0,)

@@ -1,0 +1,62 @@
+"""What every test shares: fresh memory is poisoned with NaN, seeds are fixed, the backends to run on are named once."""
+
+import importlib
+import itertools
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from cosformer.ops.linear import BACKENDS
+
+settings.register_profile("cosformer", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+settings.load_profile("cosformer")
+
+torch.set_num_threads(1)  # small tensors; tests run side by side, and those about threads set their own
+
+
+def unavailable(backend: str) -> str | None:
+    x = torch.zeros(1, 1, 1, 1)
+    return importlib.import_module(f"cosformer.ops._{backend}").unsupported(x, x, x)
+
+
+RUNNING = [name for name in BACKENDS if unavailable(name) is None]
+DTYPES = {"torch": ["float64", "float32", "bfloat16", "float16"], "native": ["float32", "bfloat16", "float16"]}
+BACKEND_DTYPES = [(b, d) for b in RUNNING for d in DTYPES[b]]
+
+
+def pytest_generate_tests(metafunc):
+    """`backend` runs over the backends this machine has; `backend, dtype` over every pair a backend supports."""
+    names = metafunc.fixturenames
+    if "backend" in names and "dtype" in names:
+        metafunc.parametrize(("backend", "dtype"), [(b, getattr(torch, d)) for b, d in BACKEND_DTYPES], ids=map("-".join, BACKEND_DTYPES))
+    elif "backend" in names:
+        metafunc.parametrize("backend", RUNNING)
+
+
+def pytest_report_header(config):
+    missing = [f"{b} ({unavailable(b)})" for b in BACKENDS if b not in RUNNING]
+    return f"cosformer backends: {', '.join(RUNNING)}" + (f"; not tested: {', '.join(missing)}" if missing else "")
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def poison(monkeypatch):
+    """An output element that nobody writes must show: memory from torch.empty starts as NaN."""
+
+    def poisoned(make):
+        def empty(*args, **kwargs):
+            x = make(*args, **kwargs)
+            plain = type(x) is torch.Tensor and not x.is_meta and x.is_floating_point() and not torch.compiler.is_compiling()
+            return x.fill_(float("nan")) if plain else x
+
+        return empty
+
+    for owner, name in itertools.chain(
+        ((torch, n) for n in ("empty", "empty_like", "empty_strided")), ((torch.Tensor, n) for n in ("new_empty", "new_empty_strided"))
+    ):
+        monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))

@@ -1,0 +1,80 @@
+"""How a result is judged: against the definition in float64, with one tolerance per dtype and no switches."""
+
+import torch
+
+from cosformer import reference
+
+TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
+
+
+def error(actual, expected, scale=None) -> float:
+    """The largest difference, relative to the largest value expected, or to a tenth of the largest `scale` if that is more."""
+    actual, expected = actual.double(), expected.double()
+    assert actual.shape == expected.shape, (actual.shape, expected.shape)
+    if not expected.numel():
+        return 0.0
+    assert torch.isfinite(actual).all(), "not finite"
+    size = max(expected.abs().max().item(), 0.0 if scale is None else scale.abs().max().item() / 10, 1e-30)
+    return (actual - expected).abs().max().item() / size
+
+
+def assert_close(actual, expected, *, rounded=None, scale=None) -> None:
+    """Within the dtype's tolerance; in half precision within twice the error of `rounded`, the definition in that same dtype,
+    or four of the dtype's spacings where that is more."""
+    found = error(actual, expected, scale)
+    if actual.dtype in TOLERANCE:
+        limit = TOLERANCE[actual.dtype]
+    else:
+        usable = rounded is not None and bool(torch.isfinite(rounded).all())  # in float16 the definition may overflow
+        limit = 2 * max(error(rounded, expected, scale) if usable else 0.0, 2 * torch.finfo(actual.dtype).eps)
+    assert found <= limit, f"error {found:.2e} > {limit:.2e} ({actual.dtype})"
+
+
+def value_and_grads(function, tensors, dout=None):
+    """The function's output and its gradients with respect to those of the tensors that are given."""
+    leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
+    out = function(*leaves)
+    used = [x for x in leaves if x is not None]
+    return out.detach(), torch.autograd.grad(out, used, torch.ones_like(out) if dout is None else dout.to(out.dtype))
+
+
+def sizes(q, k, v, *, eps=1e-6, **kwargs):
+    """The definition changed so that its gradients are sums of sizes: what the true gradients' rounding errors are relative to.
+
+    A gradient is a sum of terms of both signs. With one key to attend to, or under strong decay, they cancel to nearly nothing.
+    """
+    s = reference.weights(q, k, **kwargs)
+    out = s @ v.abs().repeat_interleave(q.shape[1] // v.shape[1], 1) / s.sum(-1, keepdim=True).clamp_min(eps).detach()
+    out.register_hook(torch.abs)
+    return out
+
+
+def compare(ours, definition, tensors, size) -> None:
+    """`ours` against `definition(attend)`, outputs and gradients; the definition sees the same (rounded) numbers in float64."""
+    dout = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(tensors[0].dtype)
+    exactly = [None if t is None else t.double() for t in tensors]
+    exact, exact_grads = value_and_grads(definition(reference.attention), exactly, dout)
+    _, scales = value_and_grads(definition(sizes), exactly, dout)
+    out, grads = value_and_grads(ours, tensors, dout)
+    assert out.dtype == tensors[0].dtype
+    rounded, rounded_grads = None, [None] * len(grads)
+    if out.dtype not in TOLERANCE:
+        rounded, rounded_grads = value_and_grads(definition(reference.attention), tensors, dout)
+    assert_close(out, exact, rounded=rounded)
+    for name, g, e, r, scale in zip(("dq", "dk", "dv", "ddecay"), grads, exact_grads, rounded_grads, scales, strict=False):
+        try:
+            assert_close(g.to(out.dtype), e, rounded=r, scale=scale)
+        except AssertionError as wrong:
+            raise AssertionError(f"{name}: {wrong}") from None
+
+
+def judge(function, q, k, v, *, decay=None, **kwargs) -> None:
+    """`function`, called like the definition, against the definition."""
+    if decay is not None and q.dtype == torch.float64:
+        decay = decay.double()  # else its gradient would come back rounded to float32
+    compare(
+        lambda q, k, v, decay: function(q, k, v, decay=decay, **kwargs),
+        lambda attend: lambda q, k, v, decay: attend(q, k, v, decay=decay, **kwargs),
+        (q, k, v, decay),
+        (*q.shape[:3], v.shape[3]),
+    )
