@@ -29,7 +29,9 @@ def pytest_generate_tests(metafunc):
     """`backend` runs over the backends this machine has; `backend, dtype` over every pair a backend supports."""
     names = metafunc.fixturenames
     if "backend" in names and "dtype" in names:
-        metafunc.parametrize(("backend", "dtype"), [(b, getattr(torch, d)) for b, d in BACKEND_DTYPES], ids=map("-".join, BACKEND_DTYPES))
+        metafunc.parametrize(
+            ("backend", "dtype"), [(b, getattr(torch, d)) for b, d in BACKEND_DTYPES], ids=map("-".join, BACKEND_DTYPES)
+        )
     elif "backend" in names:
         metafunc.parametrize("backend", RUNNING)
 
@@ -57,6 +59,7 @@ def poison(monkeypatch):
         return empty
 
     for owner, name in itertools.chain(
-        ((torch, n) for n in ("empty", "empty_like", "empty_strided")), ((torch.Tensor, n) for n in ("new_empty", "new_empty_strided"))
+        ((torch, n) for n in ("empty", "empty_like", "empty_strided")),
+        ((torch.Tensor, n) for n in ("new_empty", "new_empty_strided")),
     ):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))

@@ -12,8 +12,11 @@ from cosformer import CosformerAttention, reference
 
 def by_hand(module, query, key, value, *, horizon, **kwargs):
     """The module written out with the definition; batch first."""
-    heads = lambda x, n: x.unflatten(-1, (n, -1)).transpose(1, 2)  # noqa: E731
-    q, k, v = heads(module.q_proj(query), module.num_heads), *(heads(p(x), module.num_kv_heads) for p, x in ((module.k_proj, key), (module.v_proj, value)))
+    heads = lambda x, n: x.unflatten(-1, (n, -1)).transpose(1, 2)
+    q, k, v = (
+        heads(module.q_proj(query), module.num_heads),
+        *(heads(p(x), module.num_kv_heads) for p, x in ((module.k_proj, key), (module.v_proj, value))),
+    )
     out = reference.attention(q, k, v, horizon=horizon, **kwargs)
     return module.out_proj(out.transpose(1, 2).flatten(2))
 
@@ -85,7 +88,11 @@ def test_loads_multihead_attention(sizes):
 
 def test_loads_the_official_file():
     """The official module's parameters: q_proj, k_proj, v_proj, out_proj. Its horizon is the call's length, positions from 1."""
-    official = {f"{n}_proj.{p}": torch.randn(32, 32) if p == "weight" else torch.randn(32) for n in ("q", "k", "v", "out") for p in ("weight", "bias")}
+    official = {
+        f"{n}_proj.{p}": torch.randn(32, 32) if p == "weight" else torch.randn(32)
+        for n in ("q", "k", "v", "out")
+        for p in ("weight", "bias")
+    }
     ours = CosformerAttention(32, 4)
     ours.load_state_dict(official)
     x = torch.randn(11, 2, 32)

@@ -105,7 +105,7 @@ def test_padded_is_unpadded(backend, causal, decay):
     lam = rates(decay, 1, 4, 90)
     alone = on(backend)(q, k, v, causal=causal, horizon=200, decay=lam)
     for left, right in ((0, 40), (40, 0), (13, 29)):
-        pad = lambda x: torch.nn.functional.pad(x, (0, 0, left, right), value=float("nan"))  # noqa: E731
+        pad = lambda x: torch.nn.functional.pad(x, (0, 0, left, right), value=float("nan"))
         mask = torch.zeros(1, 90 + left + right, dtype=torch.bool)
         mask[:, left : left + 90] = True
         padded_rates = torch.nn.functional.pad(lam, (left, right), value=0.5) if decay == "position" else lam
@@ -119,7 +119,9 @@ def test_padding_gets_no_gradient_and_gives_none(backend):
     mask = torch.rand(2, 50) > 0.4
     poisoned_k, poisoned_v = (x.masked_fill(~mask[:, None, :, None], float("nan")) for x in (k, v))
     for causal in (False, True):
-        out, grads = value_and_grads(lambda *x: on(backend)(*x, causal=causal, key_mask=mask, horizon=90), (q, poisoned_k, poisoned_v))
+        out, grads = value_and_grads(
+            lambda *x: on(backend)(*x, causal=causal, key_mask=mask, horizon=90), (q, poisoned_k, poisoned_v)
+        )
         assert torch.isfinite(out).all()
         assert all(torch.isfinite(g).all() for g in grads)
         for g in grads[1:]:
@@ -184,9 +186,7 @@ def test_rows_with_nothing_to_attend_to(backend, dtype, causal):
 @pytest.mark.parametrize("decay", [None, "head"])
 def test_tiny_lengths(backend, L, S, causal, decay):
     q, k, v = inputs(L=L, S=S)
-    out, grads = value_and_grads(
-        lambda q, k, v, d: on(backend)(q, k, v, causal=causal, decay=d), (q, k, v, rates(decay, 2, 4, S))
-    )
+    out, grads = value_and_grads(lambda q, k, v, d: on(backend)(q, k, v, causal=causal, decay=d), (q, k, v, rates(decay, 2, 4, S)))
     assert out.shape == (2, 4, L, 5) and [g.shape for g in grads[:3]] == [q.shape, k.shape, v.shape]
     if S == 0:
         assert (out == 0).all()

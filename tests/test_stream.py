@@ -54,7 +54,9 @@ def test_state_is_part_of_the_graph(backend):
 
     def through_state(q, k, v, lam, dtype=None, name=backend):
         _, state = cosformer_stream(q[:, :, :25], k[:, :, :25], v[:, :, :25], horizon=90, decay=lam[:, :, :25], backend=name)
-        out, state = cosformer_stream(q[:, :, 25:], k[:, :, 25:], v[:, :, 25:], state, horizon=90, decay=lam[:, :, 25:], backend=name)
+        out, state = cosformer_stream(
+            q[:, :, 25:], k[:, :, 25:], v[:, :, 25:], state, horizon=90, decay=lam[:, :, 25:], backend=name
+        )
         return out.sum() + (state.tensor * torch.linspace(-1, 1, state.tensor.numel()).reshape(state.tensor.shape)).sum()
 
     # an independent road to the same number: the definition's state, written as a sum over keys
@@ -92,7 +94,9 @@ def test_beams_are_reordered(backend):
     q, k, v = inputs(B=3, L=30, S=30)
     order = torch.tensor([2, 2, 0])
     _, state = streamed(q[:, :, :20], k[:, :, :20], v[:, :, :20], [], horizon=50, backend=backend)
-    out, _ = streamed(q[order, :, 20:], k[order, :, 20:], v[order, :, 20:], [], state=state.index_select(order), horizon=50, backend=backend)
+    out, _ = streamed(
+        q[order, :, 20:], k[order, :, 20:], v[order, :, 20:], [], state=state.index_select(order), horizon=50, backend=backend
+    )
     whole = cosformer_attention(q[order], k[order], v[order], causal=True, horizon=50)
     assert_close(out, whole[:, :, 20:])
 
@@ -103,8 +107,8 @@ def test_rollback_is_exact(backend, back, decay):
     """Even under decay so strong that subtracting the tokens again would divide by exp(-600)."""
     q, k, v = inputs(B=3, L=60, S=60)
     lam = None if decay is None else torch.full((4,), 20.0) if decay == "head" else torch.full((3, 4, 60), 20.0)
-    part = lambda a, b: (q[:, :, a:b], k[:, :, a:b], v[:, :, a:b])  # noqa: E731
-    rate = lambda a, b: lam[:, :, a:b] if decay == "position" else lam  # noqa: E731
+    part = lambda a, b: (q[:, :, a:b], k[:, :, a:b], v[:, :, a:b])
+    rate = lambda a, b: lam[:, :, a:b] if decay == "position" else lam
     mask, options = torch.rand(3, 60) > 0.2, {"horizon": 100, "backend": backend}
     _, state = cosformer_stream(*part(0, 30), decay=rate(0, 30), key_mask=mask[:, :30], **options)
     state = state.snapshot()

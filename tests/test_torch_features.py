@@ -64,9 +64,9 @@ def test_checkpoint(backend):
 @pytest.mark.parametrize("mode", MODES)
 def test_vmap(backend, mode):
     f, tensors = attend(backend, mode)
-    alone = lambda *x: f(*(t[None] for t in x))[0]  # noqa: E731
+    alone = lambda *x: f(*(t[None] for t in x))[0]
     assert_close(torch.func.vmap(alone)(*tensors), f(*tensors))
-    loss = lambda *x: alone(*x).square().sum()  # noqa: E731
+    loss = lambda *x: alone(*x).square().sum()
     grads = torch.func.vmap(torch.func.grad(loss, argnums=tuple(range(len(tensors)))))(*tensors)
     _, expected = value_and_grads(lambda *x: f(*x).square().sum(), tensors)
     for g, e in zip(grads, expected, strict=True):

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -63,7 +64,12 @@ class CosformerAttention(nn.Module):
             raise ValueError("add_bias_kv and add_zero_attn are not supported: an extra key has no position to be weighted by")
         if learn_decay and decay is None:
             raise ValueError("learn_decay needs rates to start from; pass decay, one number or one per head")
-        self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = embed_dim, num_heads, num_kv_heads, embed_dim // num_heads
+        self.embed_dim, self.num_heads, self.num_kv_heads, self.head_dim = (
+            embed_dim,
+            num_heads,
+            num_kv_heads,
+            embed_dim // num_heads,
+        )
         self.dropout, self.batch_first, self.eps, self.backend = dropout, batch_first, eps, backend
         self.kdim, self.vdim = kdim or embed_dim, vdim or embed_dim
         self.horizon = tuple(horizon) if isinstance(horizon, Sequence) else horizon
@@ -127,7 +133,7 @@ class CosformerAttention(nn.Module):
         q = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         k = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
         v = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
-        options = {
+        options: dict[str, Any] = {
             "horizon": self.horizon,
             "causal": causal,
             "key_mask": _keep(key_padding_mask, k),
@@ -149,7 +155,7 @@ class CosformerAttention(nn.Module):
         for name, x, size in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
             if x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != size:
                 raise ValueError(
-                    f"{name} must be (length, {size}) or, batched, 3-dimensional with a last dimension of {size}; got {tuple(x.shape)}"
+                    f"{name} must be (length, {size}) or batched, with a last dimension of {size}; got {tuple(x.shape)}"
                 )
 
     def extra_repr(self) -> str:
@@ -182,7 +188,7 @@ def _is_causal(attn_mask: Tensor | None, L: int, S: int) -> bool:
             if L == S and bool((hidden == future).all()):
                 return True
     raise ValueError(
-        f"attn_mask of shape {tuple(attn_mask.shape)} is neither causal nor all-visible: a linear form never makes the (L, S) scores, "
+        f"attn_mask of shape {tuple(attn_mask.shape)} is neither causal nor all-visible: a linear form never makes the scores, "
         "so it cannot mask them one by one; use is_causal, or key_padding_mask for whole keys"
     )
 
@@ -193,7 +199,9 @@ def _split_fused_projection(module: CosformerAttention, state_dict: dict, prefix
         fused = state_dict.pop(f"{prefix}in_proj_{kind}", None)
         if fused is not None:
             if module.num_kv_heads != module.num_heads:
-                raise ValueError(f"in_proj_{kind} holds {module.num_heads} key heads; this module has num_kv_heads={module.num_kv_heads}")
+                raise ValueError(
+                    f"in_proj_{kind} holds {module.num_heads} key heads; this module has num_kv_heads={module.num_kv_heads}"
+                )
             for name, part in zip(("q_proj", "k_proj", "v_proj"), fused.chunk(3), strict=True):
                 state_dict[f"{prefix}{name}.{kind}"] = part
     for name in ("q_proj", "k_proj", "v_proj"):

@@ -42,6 +42,10 @@ def unsupported(q: Tensor, k: Tensor, v: Tensor) -> str | None:
     return None
 
 
+def info() -> dict[str, object]:
+    return {}
+
+
 def forward(
     q, k, v, theta, decay, key_mask, cu_seqlens, state, *, causal, q_offset, position, relu, signed, eps, keep_state
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -88,7 +92,26 @@ def forward(
 
 
 def backward(
-    dout, dstate, q, k, v, out, norm, state, state_out, theta, decay, key_mask, cu_seqlens, *, causal, q_offset, position, relu, signed, eps
+    dout,
+    dstate,
+    q,
+    k,
+    v,
+    out,
+    norm,
+    state,
+    state_out,
+    theta,
+    decay,
+    key_mask,
+    cu_seqlens,
+    *,
+    causal,
+    q_offset,
+    position,
+    relu,
+    signed,
+    eps,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return dq, dk, dv, the rates' gradient (None without decay) and the incoming state's gradient (None without a state)."""
     if cu_seqlens is not None:
@@ -283,9 +306,8 @@ class _Chunks:
 
     def key_reads(self, mirror: Tensor, lo: int, hi: int, *, until: int | None = None, leftward: bool = False) -> None:
         y, u = self.key(lo, hi), self.value(lo, hi)
-        at = {"leftward": leftward, "until": until}
-        dy = self.dphi(self.reach(u, lo, hi, **at) @ mirror.mT, lo, hi)
-        dv = self.phi(self.reach(y, lo, hi, **at), lo, hi) @ mirror[..., :-1]
+        dy = self.dphi(self.reach(u, lo, hi, leftward=leftward, until=until) @ mirror.mT, lo, hi)
+        dv = self.phi(self.reach(y, lo, hi, leftward=leftward, until=until), lo, hi) @ mirror[..., :-1]
         self._add_dkv(dy, dv, y, lo, hi, self._toward(leftward, y, dy))
 
     def _toward(self, leftward: bool, x: Tensor, dx: Tensor) -> Tensor | None:
@@ -358,8 +380,8 @@ def _packed_forward(q, k, v, theta, decay, key_mask, cu_seqlens, **options):
     out = q.new_zeros(1, q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
     norm = q.new_zeros(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     for index, valid in _buckets(cu_seqlens, q.device):
-        args = _bucket_args(q, k, v, theta, decay, key_mask, index, valid)
-        o, z, _ = forward(*args, None, None, q_offset=0, position=0, keep_state=False, **options)
+        q_, k_, v_, rates, mask = _bucket(q, k, v, decay, key_mask, index, valid)
+        o, z, _ = forward(q_, k_, v_, theta, rates, mask, None, None, q_offset=0, position=0, keep_state=False, **options)
         out[0][:, index[valid]] = o.transpose(0, 1)[:, valid]
         norm[0][:, index[valid]] = z.transpose(0, 1)[:, valid]
     return out, norm, norm.new_empty(0)
@@ -369,20 +391,22 @@ def _packed_backward(dout, q, k, v, out, norm, theta, decay, key_mask, cu_seqlen
     dq, dk, dv = (torch.zeros_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2) for x in (q, k, v))
     ddecay = None if decay is None else torch.zeros_like(decay, memory_format=torch.contiguous_format)
     for index, valid in _buckets(cu_seqlens, q.device):
-        q_, k_, v_, *rest = _bucket_args(q, k, v, theta, decay, key_mask, index, valid)
+        q_, k_, v_, rates, mask = _bucket(q, k, v, decay, key_mask, index, valid)
         do = _gather(dout, index).masked_fill(~valid[:, None, :, None], 0)  # a padded query has no say
-        saved = (q_, k_, v_, _gather(out, index), _gather(norm, index), None, None)
-        *grads, drate, _ = backward(do, None, *saved, *rest, None, q_offset=0, position=0, **options)
+        saved = (_gather(out, index), _gather(norm, index), None, None)
+        *grads, drate, _ = backward(do, None, q_, k_, v_, *saved, theta, rates, mask, None, q_offset=0, position=0, **options)
         for total, part in zip((dq, dk, dv), grads, strict=True):
             total[0][:, index[valid]] = part.transpose(0, 1)[:, valid]
-        if ddecay is not None and ddecay.ndim == 3:
+        if drate is None or ddecay is None:
+            continue
+        if ddecay.ndim == 3:
             ddecay[0][:, index[valid]] = drate.transpose(0, 1)[:, valid]
-        elif ddecay is not None:
+        else:
             ddecay += drate
     return dq, dk, dv, ddecay
 
 
-def _bucket_args(q, k, v, theta, decay, key_mask, index, valid):
+def _bucket(q, k, v, decay, key_mask, index, valid):
     mask = valid if key_mask is None else valid & key_mask[0][index]
     rates = _gather(decay, index).masked_fill(~valid[:, None], 0) if decay is not None and decay.ndim == 3 else decay
-    return _gather(q, index), _gather(k, index), _gather(v, index), theta, rates, mask
+    return _gather(q, index), _gather(k, index), _gather(v, index), rates, mask

@@ -1,7 +1,9 @@
 """cosFormer attention: ReLU features re-weighted by the cosine of the distance, at linear cost.
 
-    out_i = sum_j s_ij v_j / sum_j s_ij        s_ij = relu(q_i) . relu(k_j) * cos(pi/2 * (i - j) / M)
+out_i = sum_j s_ij v_j / sum_j s_ij        s_ij = relu(q_i) . relu(k_j) * cos(pi/2 * (i - j) / M)
 """
+
+from typing import Any
 
 from torch import Tensor
 
@@ -43,9 +45,15 @@ def cosformer_attention(
     """
     if horizon is None:
         if cu_seqlens is not None:
-            raise ValueError("horizon=None has no meaning for packed sequences (cu_seqlens); pass a number, the same for all of them")
+            raise ValueError("horizon=None has no meaning for packed sequences (cu_seqlens); pass a number for all of them")
         horizon = _longest(q, k)
-    options = {"causal": causal, "key_mask": key_mask, "cu_seqlens": cu_seqlens, "q_offset": q_offset, "decay": decay}
+    options: dict[str, Any] = {
+        "causal": causal,
+        "key_mask": key_mask,
+        "cu_seqlens": cu_seqlens,
+        "q_offset": q_offset,
+        "decay": decay,
+    }
     return linear_attention(q, k, v, horizon=horizon, relu=True, eps=eps, backend=backend, **options)
 
 
@@ -69,7 +77,7 @@ def cosformer_stream(
     """
     if horizon is None:
         raise ValueError("horizon=None has no meaning for a stream, whose length is not known; pass a number, or math.inf")
-    options = {"key_mask": key_mask, "decay": decay, "eps": eps, "backend": backend}
+    options: dict[str, Any] = {"key_mask": key_mask, "decay": decay, "eps": eps, "backend": backend}
     return linear_stream(q, k, v, state, horizon=horizon, relu=True, **options)
 
 

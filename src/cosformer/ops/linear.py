@@ -10,20 +10,43 @@ cosFormer is f = ReLU with a finite horizon (cosformer.py). The algorithm is der
 
 import importlib
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-BACKENDS = ("torch",)  # best first
+BACKENDS = ("native", "torch")  # best first
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 Horizon = float | Sequence[float] | Tensor
+
+
+class Tokens(NamedTuple):
+    """Keys that a state has taken in since its snapshot, kept so that the last of them can be taken back."""
+
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+    decay: Tensor | None
+    horizon: list[float]
+    relu: bool
+
+    def first(self, n: int) -> "Tokens":
+        rates = self.decay[:, :, :n] if self.decay is not None and self.decay.ndim == 3 else self.decay
+        mask = None if self.key_mask is None else self.key_mask[:, :n]
+        return self._replace(k=self.k[:, :, :n], v=self.v[:, :, :n], key_mask=mask, decay=rates)
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
+        """Change every tensor that has batch rows; rates per head have none."""
+        rates = change(self.decay) if self.decay is not None and self.decay.ndim == 3 else self.decay
+        mask = None if self.key_mask is None else change(self.key_mask)
+        return self._replace(k=change(self.k), v=change(self.v), key_mask=mask, decay=rates)
 
 
 @dataclass(frozen=True)
@@ -31,13 +54,13 @@ class State:
     """Everything a stream remembers: one tensor (B, H, F, E + 1), whose last column is the normaliser, and the next position.
 
     F is 2D, or D with an infinite horizon. A State is never changed in place, so keeping one is a valid way back to it;
-    `snapshot` and `rollback` do the same for the last tokens only. It is differentiable, and torch treats it as a pytree.
+    `snapshot` and `rollback` do the same for the last tokens only. It is differentiable, and a pytree to torch.
     """
 
     tensor: Tensor
     position: int = 0
     origin: "State | None" = None  # set by snapshot(): where rollback() starts from ...
-    trail: tuple[tuple[Tensor, ...], ...] = ()  # ... and the (k, v, key_mask, decay) seen since
+    trail: tuple[Tokens, ...] = ()  # ... and what was taken in since
 
     def index_select(self, index: Tensor) -> "State":
         """The state with batch rows chosen by `index`: the reordering that beam search asks for."""
@@ -65,16 +88,12 @@ class State:
         if tokens < 0 or keep < 0:
             raise ValueError(f"rollback: tokens is {tokens}; 0 to {self.position - start.position} were seen since the snapshot")
         state = start.snapshot()
-        for k, v, key_mask, decay, horizon, relu in self.trail:
-            n = min(keep, k.shape[2])
-            if n == 0:
-                break
-            kw = {"key_mask": None if key_mask is None else key_mask[:, :n], "horizon": horizon, "relu": relu}
-            kw["decay"] = decay[:, :, :n] if decay is not None and decay.ndim == 3 else decay
-            heads = self.tensor.shape[1]
-            q = k[:, :1, :n].expand(-1, heads, -1, -1)  # the output is not wanted, only the state
-            _, state = linear_stream(q, k[:, :, :n], v[:, :, :n], state, **kw)
-            keep -= n
+        for tokens_seen in self.trail:
+            seen = tokens_seen.first(min(keep, tokens_seen.k.shape[2]))
+            k, v, key_mask, rates, horizon, relu = seen
+            q = k[:, :1].expand(-1, self.tensor.shape[1], -1, -1)  # no output is wanted, only the state
+            _, state = linear_stream(q, k, v, state, horizon=horizon, relu=relu, key_mask=key_mask, decay=rates)
+            keep -= k.shape[2]
         return state
 
     def state_dict(self) -> dict[str, Tensor | int]:
@@ -85,14 +104,12 @@ class State:
     def from_state_dict(cls, saved: dict) -> "State":
         return cls(saved["tensor"], int(saved["position"]))
 
-    def _map(self, change) -> "State":
-        """Apply to the tensor and to all that rollback needs; per-head rates have no batch row and stay."""
-        trail = tuple(
-            (change(k), change(v), None if m is None else change(m), change(d) if d is not None and d.ndim == 3 else d, h, r)
-            for k, v, m, d, h, r in self.trail
-        )
+    def _map(self, change: Callable[[Tensor], Tensor]) -> "State":
         origin = None if self.origin is None else State(change(self.origin.tensor), self.origin.position)
-        return State(change(self.tensor), self.position, origin, trail)
+        return State(change(self.tensor), self.position, origin, tuple(seen.map(change) for seen in self.trail))
+
+
+torch.export.register_dataclass(State)
 
 
 def linear_attention(
@@ -130,7 +147,9 @@ def linear_attention(
         _check_reach(horizons, q_offset + L - 1 if causal else max(q_offset + L - 1, S - 1 - q_offset))
     decay = _rates(decay, q, k, self_attention=L == S and q_offset == 0)
     _check_backend(backend)
-    out, _, _ = _attend(q, k, v, decay, key_mask, cu_seqlens, None, horizons, causal, q_offset, 0, relu, signed, eps, backend, False)
+    out, _, _ = _attend(
+        q, k, v, decay, key_mask, cu_seqlens, None, horizons, causal, q_offset, 0, relu, signed, eps, backend, False
+    )
     return out
 
 
@@ -166,13 +185,20 @@ def linear_stream(
     out, _, new = _attend(q, k, v, rates, key_mask, None, tensor, horizons, True, 0, position, relu, signed, eps, backend, True)
     after = State(new, position + q.shape[2])
     if state is not None and state.origin is not None:
-        seen = (k, v, key_mask, decay, horizons, relu)
+        seen = Tokens(k, v, key_mask, decay, horizons, relu)
         after = replace(after, origin=state.origin, trail=(*state.trail, seen))
     return out, after
 
 
 def linear_state(
-    k: Tensor, v: Tensor, *, heads: int, horizon: Horizon = math.inf, relu: bool = False, key_mask: Tensor | None = None, backend=None
+    k: Tensor,
+    v: Tensor,
+    *,
+    heads: int,
+    horizon: Horizon = math.inf,
+    relu: bool = False,
+    key_mask: Tensor | None = None,
+    backend=None,
 ) -> State:
     """The state of all keys, for `linear_read`: cross attention's memory, built once and read at constant cost."""
     q = k[:, :1, :0].expand(-1, heads, -1, -1)  # no query asks yet
@@ -185,7 +211,15 @@ def linear_state(
 
 
 def linear_read(
-    q: Tensor, state: State, *, horizon: Horizon = math.inf, relu=False, signed=False, q_offset: int = 0, eps: float = 1e-6, backend=None
+    q: Tensor,
+    state: State,
+    *,
+    horizon: Horizon = math.inf,
+    relu=False,
+    signed=False,
+    q_offset: int = 0,
+    eps: float = 1e-6,
+    backend=None,
 ) -> Tensor:
     """What queries at positions q_offset, q_offset + 1, ... read from a state: bidirectional attention over the keys in it."""
     B, H, _, columns = state.tensor.shape
@@ -353,6 +387,17 @@ def _backend(name: str | None, q: Tensor, k: Tensor, v: Tensor) -> ModuleType:
     if reason := _module(name).unsupported(q, k, v):
         raise ValueError(f"backend {name!r} cannot run this call: {reason}")
     return _module(name)
+
+
+def backend_problem(name: str) -> str | None:
+    """Why a backend cannot run on this machine at all; None if it can."""
+    x = torch.zeros(1, 1, 1, 1)
+    return _module(name).unsupported(x, x, x)
+
+
+def backend_info(name: str) -> dict[str, object]:
+    """What a backend has to say of itself."""
+    return _module(name).info()
 
 
 def _full_precision(q: Tensor) -> AbstractContextManager:

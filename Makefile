@@ -1,0 +1,41 @@
+# make demo   what cosFormer costs on this machine, beside softmax
+# make test   lint, types and all tests
+# Both set everything up in .venv first; a second call is quick.
+
+PYTHON ?= python3
+BIN := .venv/bin
+KERNEL := $(wildcard src/cosformer/ops/csrc/*) CMakeLists.txt
+SECONDS_FUZZ ?= 300
+
+.PHONY: demo test test-slow lint bench fuzz clean
+
+demo: .venv/installed
+	$(BIN)/cosformer bench --quick
+
+test: lint
+	$(BIN)/python -m pytest
+
+test-slow: .venv/installed
+	$(BIN)/python -m pytest -m slow
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# The committed results and the README's picture (about ten minutes, on a quiet machine).
+bench: .venv/installed
+	rm -f benchmarks/operators.jsonl
+	$(BIN)/cosformer bench --threads 2 --out benchmarks/operators.jsonl --plot docs/cost.png
+
+# Random calls of the kernel under the address and undefined-behaviour sanitizers.
+fuzz: .venv/installed
+	$(BIN)/python tests/test_native.py $(SECONDS_FUZZ)
+
+.venv/installed: pyproject.toml constraints.txt $(KERNEL)
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+clean:
+	rm -rf .venv build dist

@@ -1,0 +1,25 @@
+"""The command line: `cosformer VERB ...`; each verb is one module, imported when it is used."""
+
+import importlib
+import sys
+
+VERBS = {
+    "bench": ("cosformer.bench", "time and memory of attention operators beside their peers"),
+    "info": ("cosformer.info", "version, backends, and why one is unavailable"),
+}
+
+
+def main() -> None:
+    verb = sys.argv[1] if len(sys.argv) > 1 else "--help"
+    if verb in ("-h", "--help"):
+        width = max(map(len, VERBS))
+        print("usage: cosformer VERB [--help] ...\n")
+        print("\n".join(f"  {name:<{width}}  {help_}" for name, (_, help_) in VERBS.items()))
+        return
+    if verb not in VERBS:
+        raise SystemExit(f"cosformer: unknown verb {verb!r}; one of {', '.join(VERBS)}")
+    importlib.import_module(VERBS[verb][0]).main(sys.argv[2:])
+
+
+if __name__ == "__main__":
+    main()

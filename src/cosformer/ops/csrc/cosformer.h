@@ -1,0 +1,110 @@
+/* The C interface of the cosformer kernel, and the mathematics behind it.
+ *
+ * For one head, with f(x) = relu(x) (or x), a key at position j and a query at position i,
+ *
+ *     s_ij = f(q_i).f(k_j) * cos(theta (i - j)) * exp(-|A_i - A_j|)       A: running sum of the decay rates
+ *     out_i = sum_j s_ij v_j / max(z_i, eps)                              z_i = sum_j s_ij
+ *
+ * over the unmasked keys, and only j <= i when causal.
+ *
+ * One token as two vectors.  cos(a - b) = cos a cos b + sin a sin b, so with phi(x) = [f(x) cos(theta i), f(x) sin(theta i)]
+ * (F = 2D numbers; just f(x), F = D, without a cosine) the weight is phi(q_i).phi(k_j) times the decay.  A key brings the pair
+ * phi(k_j), y_j = [v_j, 1], whose last entry counts the weight itself, so that the normaliser is one more value column.
+ *
+ * The state is the (E+1, F) matrix  S = sum_j decay * y_j phi(k_j)^T.  Three products make everything:
+ *
+ *     push   S += y phi^T         a key enters the state
+ *     read   y  = S phi           a query takes its numerators and its normaliser out
+ *     pull   dphi = S^T dy        what a gradient of the read value means for phi
+ *
+ * Forward, chunk by chunk.  Let a chunk hold the positions 0..n-1 with rates l_t, before_i = exp(-(l_0 + .. + l_i)) and
+ * after_i = exp(-(l_{i+1} + .. + l_{n-1})).  Coming from the left with the state S of all earlier keys,
+ *
+ *     y_i = before_i S phi(q_i)  +  sum_{j <= i in the chunk} s_ij [v_j, 1]
+ *     S  <- before_{n-1} S  +  sum_j after_j [v_j, 1] phi(k_j)^T
+ *
+ * where s_ij within the chunk is computed as written, with D features and a small table of weights.  Without causality the
+ * mirror image comes from the right: the same two lines with `before` and `after` exchanged.  All factors are <= 1: nothing
+ * can overflow.  Without decay and causality the two directions collapse into one total state.
+ *
+ * Backward is the same machine with the roles exchanged.  The gradient of the read row y_i = [num_i, z_i] is
+ * dy_i = [dout_i / max(z_i, eps), -(out_i . dout_i) / z_i] (last entry 0 where the clamp is active).  Then ds_ij = dy_i.[v_j, 1] and
+ *
+ *     dphi(q_i) = pull of dy_i from S          (S recomputed, swept as in the forward)
+ *     T = sum_i decay * dy_i phi(q_i)^T        the mirrored state: queries push, keys read; swept from the other side
+ *     dphi(k_j) = pull of [v_j, 1] from T,     dv_j = read of phi(k_j) from T
+ *
+ * plus the chunk's own pairs.  T starts from the gradient of the outgoing state and ends as the gradient of the incoming one.
+ *
+ * Decay.  A enters only through exp(-|A_i - A_j|), so with P_ij = ds_ij s_ij and g = sign(i - j):
+ * dA_i -= sum_j g P_ij (as a query), dA_j += sum_i g P_ij (as a key).  Across chunks these sums are f(x_i).dx_i of the pulls above;
+ * within a chunk they are taken pair by pair, so that a strong decay does not drown in the diagonal.  The rate at t moves
+ * every A_i, i >= t: its gradient is the reversed running sum of dA.
+ *
+ * Masked keys are replaced by zeros when loaded (never multiplied by zero), so a NaN in padding reaches nothing.
+ */
+#ifndef COSFORMER_H
+#define COSFORMER_H
+
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { COSFORMER_F32 = 0, COSFORMER_BF16 = 1, COSFORMER_F16 = 2 };
+
+/* A tensor (batch, head, row, column); strides count elements and may be zero.  A missing tensor has data == NULL. */
+typedef struct {
+    void *data;
+    int64_t dtype;
+    int64_t stride[4];
+} cosformer_tensor;
+
+/* Every field is 8 bytes wide, so a caller can build the struct as one packed buffer. */
+typedef struct {
+    int64_t B, H, Hk, L, S, D, E;  /* q (B,H,L,D)  k (B,Hk,S,D)  v (B,Hk,S,E), H % Hk == 0 */
+    int64_t causal, relu;
+    int64_t signed_norm;           /* z may be negative: keep its sign, and clamp its size */
+    int64_t q_offset;              /* query i stands at position q_offset + i, key j at position j */
+    int64_t position;              /* absolute position of the first key: only the angles need it */
+    int64_t threads;
+    double eps;
+    const double *theta;           /* (H,) radians per position, or NULL: no cosine, F = D */
+    int64_t sequences;             /* packed sequences (then B == 1, L == S), or 0 */
+    const int64_t *cu_seqlens;     /* (sequences + 1,) */
+    const uint8_t *mask;           /* (B, S), nonzero = the key is seen, or NULL */
+    int64_t mask_stride[2];
+    const float *decay;            /* rates (H,) or, per position, (B,H,S); or NULL */
+    int64_t decay_per_position;
+    int64_t decay_stride[3];
+    cosformer_tensor q, k, v;
+    cosformer_tensor out;          /* (B,H,L,E); float32 for a bidirectional call with decay (it is added to) */
+    float *norm;                   /* (B,H,L) contiguous: z before the clamp */
+    cosformer_tensor state_in;     /* (B,H,F,E+1) float32, last stride 1; the state before the first key */
+    cosformer_tensor state_out;    /* same; after the last key (causal) or with all keys (bidirectional without decay) */
+} cosformer_call;
+
+/* dq, dk, dv have one head per QUERY head (the caller sums groups).  dq must be float32 when causal or with decay,
+ * dk and dv when bidirectional with decay: two sweeps add into them. */
+typedef struct {
+    cosformer_tensor dout, dq, dk, dv;
+    cosformer_tensor dstate_out, dstate_in;
+    double *dA;                    /* workspace (B,H,T) zeros, T = max(q_offset + L, S); NULL = no decay gradient wanted */
+    double *ddecay;                /* per position (B,H,S), else (B,H,max(sequences, 1)): one number per head and sequence */
+} cosformer_grads;
+
+/* Both return 0, or 1 when memory ran out. */
+int cosformer_forward(const cosformer_call *call);
+int cosformer_backward(const cosformer_call *call, const cosformer_grads *grads);
+
+/* Does this CPU run the instruction set ("baseline", "avx2", "avx512", "avx512bf16", "neon")? */
+int cosformer_cpu_supports(const char *isa);
+
+/* sizeof both structs, so that a caller with another idea of them finds out at load time. */
+int64_t cosformer_abi(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif

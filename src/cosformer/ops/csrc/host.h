@@ -1,0 +1,6 @@
+// What the kernel must know of the process it runs in.
+#pragma once
+
+namespace host {
+bool forked();  // are we in the child of a fork()?
+}

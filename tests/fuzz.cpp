@@ -1,0 +1,164 @@
+// Random calls of the C interface under sanitizers.  Every tensor is its own heap block of exactly the bytes its strides reach, so
+// that the address sanitizer sees any access outside.  Values are checked lightly: finite inputs must give finite outputs.
+//   fuzz [seconds] [seed]
+#include <chrono>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "cosformer.h"
+
+namespace {
+
+constexpr int64_t F32 = COSFORMER_F32, BF16 = COSFORMER_BF16, F16 = COSFORMER_F16;
+std::mt19937_64 rng;
+int64_t pick(int64_t low, int64_t high) { return low + static_cast<int64_t>(rng() % static_cast<uint64_t>(high - low + 1)); }
+int64_t one_of(std::initializer_list<int64_t> of) { return *(of.begin() + pick(0, static_cast<int64_t>(of.size()) - 1)); }
+bool chance(int percent) { return pick(1, 100) <= percent; }
+float uniform() { return static_cast<float>(rng() % 2001) / 1000 - 1; }
+
+std::vector<std::unique_ptr<char[]>> blocks;  // freed after each call
+
+template <class T>
+T *allocate(int64_t count) {
+    blocks.emplace_back(new char[static_cast<size_t>(count) * sizeof(T)]);
+    return reinterpret_cast<T *>(blocks.back().get());
+}
+
+uint16_t bf16(float x) {
+    uint32_t u;
+    std::memcpy(&u, &x, 4);
+    return static_cast<uint16_t>(u >> 16);
+}
+
+// A tensor of the given sizes with its dimensions in random order in memory, perhaps spaced, perhaps expanded.
+cosformer_tensor tensor(std::initializer_list<int64_t> sizes, int64_t dtype, bool output, bool last_dense = false) {
+    cosformer_tensor t = {};
+    t.dtype = dtype;
+    std::vector<int64_t> size(sizes);
+    int order[4] = {0, 1, 2, 3};
+    for (int i = (last_dense ? 2 : 3); i > 0; i--) std::swap(order[i], order[pick(0, i)]);
+    int64_t step = last_dense ? 1 : one_of({1, 1, 1, 2}), reach = 1;
+    for (int i = 3; i >= 0; i--) {
+        int d = order[i];
+        if (!output && !last_dense && chance(5)) continue;  // stride 0
+        t.stride[d] = step;
+        reach += (size[d] - 1) * step;
+        step *= size[d];
+        if (chance(20)) step += pick(1, 5);
+    }
+    for (int64_t n : size) if (n == 0) return t;
+    if (dtype == F32) {
+        float *p = allocate<float>(reach);
+        for (int64_t i = 0; i < reach; i++) p[i] = uniform();
+        t.data = p;
+    } else {
+        uint16_t *p = allocate<uint16_t>(reach);
+        for (int64_t i = 0; i < reach; i++) p[i] = dtype == BF16 ? bf16(uniform()) : static_cast<uint16_t>(rng() & 0xbbff);  // |x| < 1
+        t.data = p;
+    }
+    return t;
+}
+
+bool finite(const cosformer_tensor &t, std::initializer_list<int64_t> sizes) {
+    if (!t.data || t.dtype != F32) return true;
+    const int64_t *n = sizes.begin();
+    for (int64_t a = 0; a < n[0]; a++)
+        for (int64_t b = 0; b < n[1]; b++)
+            for (int64_t c = 0; c < n[2]; c++)
+                for (int64_t d = 0; d < n[3]; d++)
+                    if (!std::isfinite(static_cast<float *>(t.data)[a * t.stride[0] + b * t.stride[1] + c * t.stride[2] + d * t.stride[3]])) return false;
+    return true;
+}
+
+bool one_call() {
+    blocks.clear();
+    cosformer_call c = {};
+    cosformer_grads g = {};
+    const int64_t half = one_of({F32, F32, BF16, F16});
+    c.B = pick(1, 2), c.Hk = pick(1, 2), c.H = c.Hk * pick(1, 2);
+    c.D = chance(80) ? pick(1, 40) : pick(1, 256), c.E = chance(80) ? pick(1, 40) : pick(1, 256);
+    c.L = chance(15) ? 1 : chance(90) ? pick(0, 150) : pick(150, 1400), c.S = c.L;
+    c.causal = chance(60), c.relu = chance(80), c.threads = pick(1, 3), c.eps = 1e-6;
+    const bool packed = chance(20), cross = !packed && chance(30), stream = !packed && !cross && c.causal && chance(50);
+    if (cross) c.S = pick(0, 200), c.q_offset = pick(0, 150);
+    if (packed) {
+        c.B = 1, c.sequences = pick(1, 6);
+        int64_t *cu = allocate<int64_t>(c.sequences + 1);
+        cu[0] = 0, cu[c.sequences] = c.L;
+        for (int64_t i = 1; i < c.sequences; i++) cu[i] = pick(cu[i - 1], c.L);
+        c.cu_seqlens = cu;
+    }
+    if (stream) c.position = pick(0, 1000);
+    const int64_t reach = std::max<int64_t>(c.position + std::max(c.q_offset + c.L, c.S), 1);
+    if (chance(70)) {
+        double *theta = allocate<double>(c.H);
+        for (int64_t h = 0; h < c.H; h++) theta[h] = chance(20) ? 0 : std::acos(-1.0) / 2 / static_cast<double>(reach);
+        c.theta = theta;
+    }
+    if (chance(40)) {
+        uint8_t *mask = allocate<uint8_t>(c.B * c.S);
+        for (int64_t i = 0; i < c.B * c.S; i++) mask[i] = chance(70);
+        c.mask = mask, c.mask_stride[0] = c.S, c.mask_stride[1] = 1;
+    }
+    if (chance(50)) {
+        c.decay_per_position = !cross && chance(60);
+        int64_t count = c.decay_per_position ? c.B * c.H * c.S : c.H;
+        float *rates = allocate<float>(count);
+        for (int64_t i = 0; i < count; i++) rates[i] = static_cast<float>(std::pow(10.0, uniform() * 3.6 - 2.3));
+        c.decay = rates;
+        c.decay_stride[0] = c.H * c.S, c.decay_stride[1] = c.decay_per_position ? c.S : 1, c.decay_stride[2] = 1;
+        if (c.decay_per_position && c.S == 0) c.decay = nullptr;
+    }
+    const int64_t F = c.theta ? 2 * c.D : c.D, two_sweeps = c.decay && !c.causal;
+    c.q = tensor({c.B, c.H, c.L, c.D}, half, false);
+    c.k = tensor({c.B, c.Hk, c.S, c.D}, half, false);
+    c.v = tensor({c.B, c.Hk, c.S, c.E}, half, false);
+    c.out = tensor({c.B, c.H, c.L, c.E}, two_sweeps ? F32 : half, true);
+    c.norm = allocate<float>(c.B * c.H * c.L);
+    if (stream && chance(70)) c.state_in = tensor({c.B, c.H, F, c.E + 1}, F32, false, true);
+    if (!packed && !two_sweeps && (stream || !c.causal)) c.state_out = tensor({c.B, c.H, F, c.E + 1}, F32, true, true);
+    if (!c.relu) c.eps = 1;  // signed features: keep the quotient tame
+    if (cosformer_forward(&c)) return false;
+    bool good = finite(c.out, {c.B, c.H, c.L, c.E});
+
+    const int64_t key_grad = two_sweeps || c.H != c.Hk ? F32 : half;
+    g.dout = tensor({c.B, c.H, c.L, c.E}, half, false);
+    g.dq = tensor({c.B, c.H, c.L, c.D}, c.causal || two_sweeps ? F32 : half, true);
+    g.dk = tensor({c.B, c.H, c.S, c.D}, key_grad, true);
+    g.dv = tensor({c.B, c.H, c.S, c.E}, key_grad, true);
+    if (c.state_in.data) g.dstate_in = tensor({c.B, c.H, F, c.E + 1}, F32, true, true);
+    if (stream && c.state_out.data && chance(70)) g.dstate_out = tensor({c.B, c.H, F, c.E + 1}, F32, false, true);
+    if (c.decay) {
+        int64_t count = c.B * c.H * std::max(c.q_offset + c.L, c.S);
+        g.dA = allocate<double>(count);
+        std::fill_n(g.dA, count, 0.0);
+        g.ddecay = allocate<double>(c.B * c.H * (c.decay_per_position ? c.S : std::max<int64_t>(c.sequences, 1)));
+    }
+    if (c.L && cosformer_backward(&c, &g)) return false;
+    good = good && (!c.L || finite(g.dq, {c.B, c.H, c.L, c.D}));
+    if (!good)
+        std::printf("not finite: L %ld S %ld D %ld E %ld causal %ld relu %ld dtype %ld\n", c.L, c.S, c.D, c.E, c.causal, c.relu, half);
+    return good;
+}
+
+}  // namespace
+
+int main(int argc, char **argv) {
+    const double seconds = argc > 1 ? std::atof(argv[1]) : 25;
+    const uint64_t seed = argc > 2 ? std::strtoull(argv[2], nullptr, 10) : 1;
+    const auto start = std::chrono::steady_clock::now();
+    uint64_t calls = 0;
+    for (; std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < seconds; calls++) {
+        rng.seed(seed * 1000003 + calls);
+        if (!one_call()) {
+            std::printf("failed at call %lu of seed %lu\n", calls, seed);
+            return 1;
+        }
+    }
+    std::printf("%lu calls, clean\n", calls);
+}

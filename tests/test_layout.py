@@ -1,0 +1,123 @@
+"""The shape of the package: who may import whom, what `import cosformer` loads, what the README says of the files."""
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "cosformer"
+FILES = sorted(p for p in PACKAGE.rglob("*.py"))
+
+# module -> what of ours it may import. A name allows what lies below it too.
+LAW = {
+    "": {"nn", "ops"},
+    "__main__": set(),
+    "reference": set(),
+    "ops": {"ops.cosformer", "ops.linear"},
+    "ops.cosformer": {"ops.linear"},
+    "ops.linear": set(),  # backends are named there and imported when called
+    "ops._torch": set(),
+    "ops._native": set(),
+    "nn": {"ops"},
+    "info": {"", "ops.linear"},
+    "bench": {"", "reference", "ops", "ops.linear", "report"},
+    "report": set(),
+}
+ONLY_IN = {"matplotlib": {"report"}, "transformers": set(), "triton": set(), "numpy": set(), "ctypes": {"ops._native"}}
+
+
+def name_of(path: Path) -> str:
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(source: str, module: str, is_package: bool) -> tuple[set[str], set[str]]:
+    """(our modules, top-level names of others) imported anywhere in the source, inside functions too."""
+    ours, others = set(), set()
+    here = module.split(".") if module else []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            others |= {a.name.split(".")[0] for a in node.names if not a.name.startswith("cosformer")}
+            ours |= {a.name.removeprefix("cosformer").lstrip(".") for a in node.names if a.name.startswith("cosformer")}
+        elif isinstance(node, ast.ImportFrom):
+            if node.level == 0 and not (node.module or "").startswith("cosformer"):
+                others.add(node.module.split(".")[0])
+                continue
+            if node.level == 0:
+                base = node.module.removeprefix("cosformer").lstrip(".")
+            else:
+                up = node.level - (1 if is_package else 0)
+                base = ".".join([*here[: len(here) - up], *([node.module] if node.module else [])])
+            for a in node.names:  # `from . import x` may name a module
+                sub = f"{base}.{a.name}".lstrip(".")
+                ours.add(sub if (PACKAGE / (sub.replace(".", "/") + ".py")).exists() else base)
+    return ours, others
+
+
+def broken(source: str, module: str, is_package: bool = False) -> list[str]:
+    ours, others = imports(source, module, is_package)
+    wrong = [f"{module or '__init__'} imports {x or 'cosformer'}" for x in ours if x not in LAW[module]]
+    return wrong + [f"{module} imports {x}" for x in others if x in ONLY_IN and module not in ONLY_IN[x]]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_import_law(path):
+    assert name_of(path) in LAW, f"{path} has no place in the import law; give it one"
+    assert broken(path.read_text(), name_of(path), path.name == "__init__.py") == []
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("ops._native", "from . import _torch"),
+        ("ops._torch", "import numpy"),
+        ("ops.linear", "from ..reference import attention"),
+        ("ops.cosformer", "def f():\n    import cosformer.nn"),
+        ("nn", "import matplotlib.pyplot as plt"),
+        ("report", "from .bench import Case"),
+        ("nn", "from transformers import Trainer"),
+    ],
+)
+def test_import_law_can_be_broken(module, source):
+    assert broken(source, module) != []
+
+
+def loaded_by(statement: str, *heavy: str) -> str:
+    code = f"import sys\n{statement}\nprint([m for m in {list(heavy)!r} if m in sys.modules])"
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+
+
+def test_import_is_light():
+    heavy = ("transformers", "triton", "matplotlib", "numpy.testing", "pandas")
+    assert loaded_by("import cosformer", *heavy) == "[]"
+    assert loaded_by("import cosformer, json", "json") == "['json']"  # the test can tell
+
+
+def test_every_file_says_its_job():
+    for path in FILES:
+        first = ast.get_docstring(ast.parse(path.read_text()))
+        assert first, f"{path} does not say its job in its first line"
+
+
+def file_map() -> str:
+    lines = []
+    for path in FILES:
+        title = str(path.relative_to(PACKAGE))
+        job = ast.get_docstring(ast.parse(path.read_text())).split("\n")[0].rstrip(".")
+        lines.append(f"{title:<18} {job}")
+    return "\n".join(lines)
+
+
+def test_file_map_in_readme():
+    """Run this file as a script to print the map."""
+    block = re.search(r"```text\nsrc/cosformer\n(.*?)```", (ROOT / "README.md").read_text(), re.S)
+    assert block, "README.md has no file map"
+    assert block.group(1).strip() == file_map().strip()
+
+
+if __name__ == "__main__":
+    print(file_map())

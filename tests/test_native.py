@@ -1,0 +1,163 @@
+"""The native backend beyond the operator's tests: threads, processes, instruction sets, loading, sanitizers."""
+
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import RUNNING
+from judge import assert_close, judge, value_and_grads
+from test_operator import inputs, on, rates
+
+from cosformer import cosformer_attention
+from cosformer.ops import _native, linear
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.skipif("native" not in RUNNING, reason="the native kernel is not built")
+
+
+@pytest.fixture
+def threads():
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("n", [1, 2, 3])
+@pytest.mark.parametrize("heads", [1, 5])
+@pytest.mark.parametrize("decay", [None, "head", "position"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_threads(threads, n, heads, causal, decay):
+    """Over heads, and, where there are fewer heads than threads, over the chunks of one sequence."""
+    threads(n)
+    q, k, v = inputs(B=1, H=heads, Hk=heads, L=1500, S=1500, D=12, E=9)
+    judge(on("native"), q, k, v, causal=causal, decay=rates(decay, 1, heads, 1500), horizon=2000)
+
+
+def test_concurrent_calls(threads):
+    threads(2)
+    tensors = [inputs(B=1, H=3, Hk=3, L=100 + 37 * i, S=100 + 37 * i, D=8 + i) for i in range(8)]
+    alone = [cosformer_attention(*t, causal=True, backend="native") for t in tensors]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(5):
+            together = list(pool.map(lambda t: cosformer_attention(*t, causal=True, backend="native"), tensors))
+            for a, b in zip(together, alone, strict=True):
+                assert torch.equal(a, b)
+
+
+def _in_child(queue):
+    q, k, v = inputs(L=300, S=300)
+    out, grads = value_and_grads(lambda *x: cosformer_attention(*x, causal=True, backend="native"), (q, k, v))
+    queue.put([x.double().sum().item() for x in (out, *grads)])
+
+
+def test_fork_after_use(threads):
+    threads(2)
+    q, k, v = inputs(B=4, L=300, S=300)
+    cosformer_attention(q, k, v, backend="native")  # starts the thread pool, which a fork does not copy
+    context = multiprocessing.get_context("fork")
+    queue = context.Queue()
+    child = context.Process(target=_in_child, args=(queue,))
+    child.start()
+    sums = queue.get(timeout=60)
+    child.join(60)
+    assert child.exitcode == 0
+    assert len(sums) == 4
+
+
+SUITE = """
+import sys; sys.path.insert(0, {tests!r})
+import torch
+from judge import judge
+from test_operator import inputs, on, rates
+from cosformer.ops import _native
+assert _native.info()["instruction set"] == {isa!r}
+for dtype in (torch.float32, torch.bfloat16, torch.float16):
+    for causal in (False, True):
+        for decay in (None, "head", "position"):
+            for D, E in ((1, 1), (33, 20), (64, 64), (200, 256)):
+                q, k, v = inputs(B=1, L=100, S=100, D=D, E=E, dtype=dtype)
+                judge(on("native"), q, k, v, causal=causal, decay=rates(decay, 1, 4, 100), horizon=120)
+"""
+
+
+@pytest.mark.parametrize("isa", _native.available())
+def test_every_instruction_set(isa):
+    code = SUITE.format(tests=str(Path(__file__).parent), isa=isa)
+    run = subprocess.run([sys.executable, "-c", code], env={**os.environ, "COSFORMER_ISA": isa}, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+
+
+def test_an_instruction_set_that_cannot_be_used(monkeypatch):
+    with pytest.raises(RuntimeError, match="the kernel for 'mmx' is not built"):
+        _native.load("mmx")
+
+
+def test_without_a_library(monkeypatch, caplog, tmp_path):
+    """The torch backend runs, one line in the log says so, and asking for the kernel gives the reason."""
+    monkeypatch.setattr(_native, "_library", None)
+    monkeypatch.setattr(_native, "_directory", lambda: tmp_path)
+    q, k, v = inputs(L=9, S=9)
+    for _ in range(2):
+        assert cosformer_attention(q, k, v).shape == (2, 4, 9, 5)
+    assert [r.message for r in caplog.records if "native CPU kernel cannot be used" in r.message] == [caplog.messages[0]]
+    with pytest.raises(ValueError, match="backend 'native' cannot run this call: it was not built"):
+        cosformer_attention(q, k, v, backend="native")
+
+
+@pytest.mark.parametrize(
+    ("match", "change"),
+    [
+        ("takes float32, bfloat16 or float16", lambda x: x.double()),
+        ("dimensions of 1 to 256; got 300", lambda x: x.repeat(1, 1, 1, 50)),
+    ],
+)
+def test_what_it_does_not_run(match, change):
+    q, k, v = inputs(L=9, S=9, D=6, E=6)
+    with pytest.raises(ValueError, match=match):
+        cosformer_attention(*map(change, (q, k, v)), backend="native")
+    assert_close(cosformer_attention(*map(change, (q, k, v))), cosformer_attention(*map(change, (q, k, v)), backend="torch"))
+
+
+def test_is_the_default():
+    q, k, v = inputs(L=9, S=9)
+    assert linear._backend(None, q, k, v) is _native
+
+
+def test_openmp_runtime_is_shared():
+    """Two runtimes in one process would each start their threads, and fight for the cores."""
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        pytest.skip("no /proc here")
+    cosformer_attention(*inputs(L=9, S=9), backend="native")
+    runtimes = {
+        line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line or "libomp" in line or "libiomp" in line
+    }
+    assert len(runtimes) == 1, runtimes
+
+
+def test_sanitizers(tmp_path):
+    """A short fuzz of the kernel under AddressSanitizer and UndefinedBehaviorSanitizer; `make fuzz` runs longer."""
+    if not (shutil.which("cmake") and (shutil.which("c++") or shutil.which("g++"))):
+        pytest.skip("needs cmake and a C++ compiler")
+    fuzz(tmp_path, seconds=15)
+
+
+def fuzz(build: Path, seconds: int) -> None:
+    configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-DCOSFORMER_SANITIZE=address,undefined"]
+    subprocess.run(configure, check=True, capture_output=True)
+    subprocess.run(["cmake", "--build", str(build), "--target", "fuzz"], check=True, capture_output=True)
+    run = subprocess.run([str(build / "fuzz"), str(seconds)], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout + run.stderr
+    print(run.stdout)
+
+
+if __name__ == "__main__":  # make fuzz
+    import tempfile
+
+    fuzz(Path(tempfile.mkdtemp()), int(sys.argv[1]))
