@@ -98,7 +98,9 @@ class Mixer(nn.Module):
     def _check(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
         _check_tensors(q, k, v, key_mask)
         if (q.shape[1], q.shape[3]) != (self.heads, self.head_dim):
-            raise ValueError(f"q must have {self.heads} heads of size {self.head_dim}, as the mixer has; got q {tuple(q.shape)}")
+            raise ValueError(
+                f"q must have {self.heads} heads of size {self.head_dim}, as the mixer has; got q {tuple(q.shape)}"
+            )
 
     def _prepare(self, q, k, v, key_mask, *, offset: int) -> tuple[Tensor, Tensor, Tensor]:
         if key_mask is not None:  # a selection, not a product: NaN in a masked key must not survive

@@ -33,7 +33,9 @@ def signed_attention(q: Tensor, k: Tensor, v: Tensor, *, eps: float = EPS, **opt
     return _divide(linear_attention(q, k, u, eps=BARE, **options), eps).to(v.dtype)
 
 
-def signed_stream(q: Tensor, k: Tensor, v: Tensor, state: State | None, *, eps: float = EPS, **options) -> tuple[Tensor, State]:
+def signed_stream(
+    q: Tensor, k: Tensor, v: Tensor, state: State | None, *, eps: float = EPS, **options
+) -> tuple[Tensor, State]:
     """`linear_stream` for weights of both signs."""
     q, k, u = _with_ones(q, k, v)
     out, state = linear_stream(q, k, u, state, eps=BARE, **options)
