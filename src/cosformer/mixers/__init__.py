@@ -2,8 +2,8 @@
 
     out = mixer(q, k, v, causal=..., key_mask=...)      q (B, H, L, D)   k (B, Hk, S, D)   v (B, Hk, S, E)   out (B, H, L, E)
 
-A mechanism is one class in one file of this folder: it is discovered, held to the contract by tests/test_mixers.py and measured
-by name, with no other edit (docs/adding-a-mechanism.md adds one).
+A mechanism is one class in one file of this folder: it is discovered, held to the contract by tests/test_mixers.py and
+measured by name, with no other edit (docs/adding-a-mechanism.md adds one).
 """
 
 import importlib
@@ -48,8 +48,8 @@ class Mixer(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
         """Attend: q (B, H, L, D), k (B, Hk, S, D), v (B, Hk, S, E) -> (B, H, L, E) in q's dtype.
 
-        Query i stands at position i and key j at position j. key_mask is (B, S) bool, True = keep; a masked key has no influence,
-        whatever it holds. H must be a multiple of Hk (grouped heads).
+        Query i stands at position i and key j at position j. key_mask is (B, S) bool, True = keep; a masked key has no
+        influence, whatever it holds. H must be a multiple of Hk (grouped heads).
         """
         self._check(q, k, v, key_mask)
         self.refuse(causal=causal, cross=q.shape[2] != k.shape[2])
@@ -71,7 +71,7 @@ class Mixer(nn.Module):
         return self.step(q, k, v, state, key_mask=key_mask)
 
     def state_size(self) -> int | None:
-        """The numbers a decoder keeps for one batch row after `max_length` tokens (values of head_dim), None without a stream."""
+        """The numbers a decoder keeps for a batch row after `max_length` tokens, with values of head_dim; None without a stream."""
         return None
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None) -> Tensor:
@@ -141,7 +141,7 @@ def options(name: str) -> dict[str, Any]:
 
 
 def build(name: str, *, heads: int, head_dim: int, max_length: int, positions: str | None = None, **chosen: Any) -> Mixer:
-    """The mixer called `name`. `positions` is "rope", "sine_spe" or "conv_spe" where the mixer admits it; the rest are its options.
+    """The mixer called `name`; `positions` is "rope", "sine_spe" or "conv_spe" where it admits them, the rest are its options.
 
     >>> build("performer", heads=8, head_dim=64, max_length=4096, features=128)(q, k, v, causal=True)
     """

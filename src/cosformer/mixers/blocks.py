@@ -1,4 +1,4 @@
-"""Softmax over chosen keys only: blocks of keys gathered for each block of queries, the arithmetic that the sparse mixers share.
+"""Softmax over chosen keys only: the arithmetic that the sparse mixers share, on blocks of keys gathered for blocks of queries.
 
     out_i = sum_{j in A_i} exp(q_i . k_j / sqrt(D)) v_j / sum_{j in A_i} exp(q_i . k_j / sqrt(D))
 
@@ -49,7 +49,7 @@ def places(index: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, *, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Softmax of q (..., C, D) over the allowed of k (..., K, D): its output (..., C, E) and the log of its normaliser (..., C).
+    """Softmax of q (..., C, D) over the allowed of k (..., K, D): the output (..., C, E) and the normaliser's log (..., C).
 
     A query with no key gives zeros and a log-normaliser of NOTHING. All in float32, or float64 for float64 input.
     """

@@ -1,7 +1,9 @@
 """Low-rank mixers: softmax's N x N matrix through a few projected keys, or through a few landmarks.
 
-linformer    softmax(q (E k)^T / sqrt(D)) (F v)      E, F (rank, max_length), learned
-nystrom      softmax(q K^T) softmax(Q K^T)^+ softmax(Q k^T) v      Q, K: means of q and k over m segments; all scores over sqrt(D)
+    linformer    softmax(q (E k)^T) (F v)      E, F (rank, max_length), learned
+    nystrom      softmax(q K^T) softmax(Q K^T)^+ softmax(Q k^T) v      Q, K (m, D), the means of q and k over m segments
+
+Scores are divided by sqrt(D) throughout; ^+ is the pseudo-inverse.
 """
 
 import torch
@@ -16,8 +18,8 @@ class Linformer(Mixer):
     """Linformer (Wang et al., 2020, arXiv:2006.04768): keys and values projected along the sequence to `rank` rows (256, or
     max_length if that is less), O(N rank).
 
-    E and F are shared by the heads. They have a column for each of max_length positions: a shorter source is that one with zeros after
-    it, a longer one is refused.
+    E and F are shared by the heads. They have a column for each of max_length positions: a shorter source is that one with
+    zeros after it, a longer one is refused.
     """
 
     causal = "every projected key is a mixture of all positions, later ones too"
@@ -41,9 +43,10 @@ class Linformer(Mixer):
 class Nystrom(Mixer):
     """Nystromformer (Xiong et al., 2021, arXiv:2102.03902): O(N landmarks), with a depthwise convolution of the values added.
 
-    The pseudo-inverse is `iterations` steps of a Newton-Schulz scheme of the third order, started for each matrix alone (the released
-    code scales by a maximum over the batch, so that rows depend on one another). Segments divide each row's own tokens as evenly as
-    whole numbers allow, so padding moves no landmark; a row with fewer tokens than landmarks has as many landmarks as tokens.
+    The pseudo-inverse is `iterations` steps of a Newton-Schulz scheme of the third order, started for each matrix alone (the
+    released code scales by a maximum over the batch, so that rows depend on one another). Segments divide each row's own
+    tokens as evenly as whole numbers allow, so padding moves no landmark; a row with fewer tokens than landmarks has as many
+    landmarks as tokens.
 
     conv    the convolution's width, odd; None for none
     """
@@ -89,7 +92,7 @@ class Nystrom(Mixer):
         return out.to(q.dtype)
 
     def _segments(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """The matrix (B, 1, m, N) that averages each row's kept tokens over its segments, and which of the m it uses (B, m)."""
+        """The matrix (B, 1, m, N) that averages a row's kept tokens over its segments, and which of the m it uses (B, m)."""
         count = kept.sum(-1, keepdim=True)
         m = count.clamp(max=self.landmarks)
         segment = (kept.cumsum(-1) - 1) * m // count.clamp_min(1)  # the r-th of n tokens lies in segment floor(r m / n)
@@ -99,12 +102,12 @@ class Nystrom(Mixer):
 
     def _inverse(self, A: Tensor) -> Tensor:
         """The pseudo-inverse: Z <- Z (13 I - A Z (15 I - A Z (7 I - A Z))) / 4 from A^T / (|A|_1 |A|_inf)."""
-        I = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
+        one = torch.eye(A.shape[-1], dtype=A.dtype, device=A.device)
         norms = A.abs().sum(-2).amax(-1) * A.abs().sum(-1).amax(-1)
         Z = A.mT / norms.clamp_min(torch.finfo(A.dtype).tiny)[..., None, None]
         for _ in range(self.iterations):
             AZ = A @ Z
-            Z = Z @ (13 * I - AZ @ (15 * I - AZ @ (7 * I - AZ))) / 4
+            Z = Z @ (13 * one - AZ @ (15 * one - AZ @ (7 * one - AZ))) / 4
         return Z
 
 

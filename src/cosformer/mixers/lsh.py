@@ -4,11 +4,12 @@
     A_i   = the j that in some round share i's bucket and are at most C places away when sorted by bucket and position
     bucket(x) = argmax [x R, -x R],  R ~ N(0, I), one per round
 
-A round gives every pair the share 1 / (rounds in which it meets), so the rounds together are one softmax over A_i. A token attends to
-itself only if it has nothing else. O(rounds * N * chunk) and a sort.
+A round gives every pair the share 1 / (rounds in which it meets), so the rounds together are one softmax over A_i. A token
+attends to itself only if it has nothing else. O(rounds * N * chunk) and a sort.
 
-The paper cuts the sorted order into chunks of C and lets i see its own and the one before. Where a cut falls depends on how many later
-tokens hash into earlier buckets, so its causal form leaks a little of the future; places within a bucket do not, and need no padding.
+The paper cuts the sorted order into chunks of C and lets i see its own and the one before. Where a cut falls depends on how
+many later tokens hash into earlier buckets, so its causal form leaks a little of the future; places within a bucket do not,
+and need no padding.
 
     R   rounds      n   chunks of a round      C   chunk size
 """
@@ -25,12 +26,12 @@ SELF = -1e5  # the bias of a token's own score: nothing beside any other key, ev
 
 @register("reformer")
 class Reformer(Mixer):
-    """Reformer (Kitaev et al., 2020, arXiv:2001.04451). Queries and keys are shared: keys are the queries' directions and k is not read.
+    """Reformer (Kitaev et al., 2020, arXiv:2001.04451): queries are keys too, by their directions, and k is not read.
 
     rounds    hashes that must all miss for a neighbour to be lost
     chunk     C, the places of the sorted order that a token sees on each side (causal: before it)
-    buckets   of a hash, 1 or even; by default two for each chunk of max_length, as in the paper, at most 256: each costs every token
-              a dot product
+    buckets   of a hash, 1 or even; by default two for each chunk of max_length, as in the paper, but at most 256, since each
+              costs every token half a dot product
     """
 
     cross = "its queries and keys are the same vectors"
@@ -51,7 +52,8 @@ class Reformer(Mixer):
         self.buckets = min(2 * -(-max_length // chunk), 256) if buckets is None else buckets
         if rounds < 1 or chunk < 1 or self.buckets < 1 or (self.buckets > 1 and self.buckets % 2):
             raise ValueError(
-                f"rounds and chunk must be at least 1, buckets 1 or even; got rounds {rounds}, chunk {chunk}, buckets {buckets}"
+                "rounds and chunk must be at least 1, buckets 1 or even; "
+                f"got rounds {rounds}, chunk {chunk}, buckets {self.buckets}"
             )
         self.register_buffer("rotations", torch.empty(heads, rounds, head_dim, self.buckets // 2))
         self.redraw(seed)
@@ -96,14 +98,14 @@ class Reformer(Mixer):
 
 
 def _meet(code: Tensor, i: Tensor, j: Tensor, reach: int) -> Tensor:
-    """Which of the pairs of positions i (B, H, R, n, C) and j (B, H, R, n, K) have codes (B, H, R, N) at most `reach` apart."""
+    """Which pairs of positions i (B, H, R, n, C) and j (B, H, R, n, K) have codes (B, H, R, N) at most `reach` apart."""
     code = F.pad(code, (0, 1), value=torch.iinfo(code.dtype).max // 2)  # position N, the fill of `_around`, meets nobody
     mine, theirs = (code.gather(-1, at.flatten(3)).view(at.shape) for at in (i, j))
     return (mine[..., None] - theirs[..., None, :]).abs() <= reach
 
 
 def _around(x: Tensor, causal: bool, *, fill: int) -> Tensor:
-    """Each chunk after the one before it and, unless causal, before the one after it: (B, H, R, n, C, ...) -> (.., n, K, ...)."""
+    """Each chunk with the one before it and, unless causal, the one after it: (B, H, R, n, C, ...) -> (.., n, K, ...)."""
     ends = torch.full_like(x[:, :, :, :1], fill)
     before, after = torch.cat([ends, x[:, :, :, :-1]], 3), torch.cat([x[:, :, :, 1:], ends], 3)
     return torch.cat([before, x] if causal else [before, x, after], 4)

@@ -1,7 +1,7 @@
 """Random-feature mixers: softmax's kernel as the mean of a product of random features, at linear cost through ops.linear.
 
     performer    exp(x . y) = E_w[ exp(w.x - |x|^2/2) exp(w.y - |y|^2/2) ]             w ~ N(0, I), positive features
-    rfa          exp(-s^2 |x - y|^2 / 2) = E_w[ sin(w.x) sin(w.y) + cos(w.x) cos(w.y) ]     w ~ N(0, s^2 I), x and y of length 1
+    rfa          exp(-s^2 |x - y|^2 / 2) = E_w[ sin(w.x) sin(w.y) + cos(w.x) cos(w.y) ]     w ~ N(0, s^2 I), |x| = |y| = 1
 
 The draws are buffers: drawn from the option `seed`, saved with the module, and replaced by `redraw`.
 """
@@ -44,13 +44,14 @@ class Shifted:
 
 @register("performer")
 class Performer(Mixer):
-    """Performer, FAVOR+ (Choromanski et al., 2021, arXiv:2009.14794): softmax attention's weights by positive orthogonal features.
+    """Performer, FAVOR+ (Choromanski et al., 2021, arXiv:2009.14794): softmax's weights by positive orthogonal features.
 
         s_ij = phi(q_i) . phi(k_j)      phi(x) = exp(W y - |y|^2 / 2) / sqrt(F)      y = x / D^(1/4)
 
-    Exponents are shifted so that nothing overflows. A query's own maximum cancels in its row. The keys' shift must be one number for
-    all keys a query sees: their maximum, or causally the running maximum m_i, so that no later key can push an earlier row under
-    the smallest float. exp(-(m_i - m_j)) between key and query is the core's decay with rates m_t - m_(t-1), so this is exact.
+    Exponents are shifted so that nothing overflows. A query's own maximum cancels in its row. The keys' shift must be one
+    number for all keys a query sees: their maximum, or causally the running maximum m_i, so that no later key can push an
+    earlier row under the smallest float. exp(-(m_i - m_j)) between key and query is the core's decay with rates m_t - m_(t-1),
+    so this is exact.
     """
 
     streaming = True
@@ -118,17 +119,17 @@ class Performer(Mixer):
 
 @register("rfa")
 class RandomFeatureAttention(Mixer):
-    """Random Feature Attention (Peng et al., 2021, arXiv:2103.02143): softmax over directions by sines and cosines, optionally gated.
+    """Random Feature Attention (Peng et al., 2021, arXiv:2103.02143): softmax of directions by sines and cosines, or gated.
 
         s_ij = phi(q_i) . phi(k_j)      phi(x) = [sin(W y), cos(W y)] / sqrt(F)      y = sigma * x / |x|,  W ~ N(0, I)
 
-    sigma, one number per head and dimension, is learned from the option's value. Sums may be negative by chance, so the normaliser is
-    kept away from zero on its own side. With `gate`, causally,
+    sigma, one number per head and dimension, is learned from the option's value. Sums may be negative by chance, so the
+    normaliser is kept away from zero on its own side. With `gate`, causally,
 
         [S_t, z_t] = g_t [S_(t-1), z_(t-1)] + (1 - g_t) phi(k_t) [v_t, 1]^T        g_t = sigmoid(w . k_t + b)
 
-    which is the core's decay with rates -log g_t and keys scaled by 1 - g_t. The paper's gate reads the layer's input; a mixer sees
-    q, k and v only, so this one reads the head's key. b starts at 2: g = 0.88, a memory of about eight tokens.
+    which is the core's decay with rates -log g_t and keys scaled by 1 - g_t. The paper's gate reads the layer's input; a mixer
+    sees q, k and v only, so this one reads the head's key. b starts at 2: g = 0.88, a memory of about eight tokens.
     """
 
     streaming = True

@@ -14,7 +14,7 @@ from . import Mixer, register
 
 @dataclass(frozen=True)
 class Cache:
-    """The keys, values and mask (B, S) of a stream so far, and the position of each key; the next token stands at `position`."""
+    """The keys, values and mask (B, S) of a stream so far and the place of each key; the next token stands at `position`."""
 
     k: Tensor
     v: Tensor
@@ -37,7 +37,7 @@ def extend(cache: Cache | None, k: Tensor, v: Tensor, key_mask: Tensor | None) -
 
 @register("softmax")
 class Softmax(Mixer):
-    """Scaled dot-product attention (Vaswani et al., 2017, arXiv:1706.03762), by torch: O(N^2) time. Its state is the key-value cache."""
+    """Scaled dot-product attention (Vaswani et al., 2017, arXiv:1706.03762), by torch. Its state is the key-value cache."""
 
     streaming = True
 
