@@ -71,7 +71,7 @@ class Mixer(nn.Module):
         return self.step(q, k, v, state, key_mask=key_mask)
 
     def state_size(self) -> int | None:
-        """The numbers a decoder keeps for a batch row after `max_length` tokens, with values of head_dim; None without a stream."""
+        """The numbers a decoder keeps for a batch row after `max_length` tokens (E = D); None without a stream."""
         return None
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None) -> Tensor:

@@ -1,8 +1,8 @@
 """Positional companions: changes of q and k that make their dot product depend on the distance; `build(..., positions=...)`.
 
-    rope        q_m . k_n -> (R_m q_m) . (R_n k_n) = q_m . R_(n-m) k_n                  (Su et al., 2021, arXiv:2104.09864)
+    rope        q_m . k_n -> (R_m q_m) . (R_n k_n) = q_m . R_(n-m) k_n                 (Su et al., 2021, arXiv:2104.09864)
     sine_spe    q_m . k_n -> E = sum_d q_md k_nd P_d(m - n),   P_d(t) = sum_s a_ds^2 cos(2 pi f_ds t + b_ds)
-    conv_spe    the same with P_d(t) = sum_p x_d(p) y_d(p - t) for filters x, y         (Liutkus et al., 2021, arXiv:2105.08399)
+    conv_spe    the same with P_d(t) = sum_p x_d(p) y_d(p - t) for filters x, y        (Liutkus et al., 2021, arXiv:2105.08399)
 
 SPE gives each position a random vector with that covariance, so q and k stay separate factors and linear mixers can use it.
 One draw is exact only in the mean: its error falls with the square root of the realisations, here as many as head_dim, so that
@@ -89,7 +89,7 @@ class SineSPE(nn.Module):
 
 
 class ConvSPE(nn.Module):
-    """Stochastic positional encoding by convolution: white noise along the positions, filtered by learned x (for q), y (for k).
+    """Stochastic positional encoding by convolution: white noise along the positions, through learned filters x and y.
 
     q_m becomes sum_d q_md Q_d(m), with Q_d(m) = sum_p x_d(p) z_d(m - p) / sqrt(R), and k likewise with y; distances beyond the
     filters have no covariance. The noise (max_length, D, R) is shared by the heads and is made anew from its seed, which is

@@ -1,9 +1,9 @@
 """Sparse mixers: softmax over a pattern of keys fixed by position, computed block by block.
 
-    local      |i - j| <= w, or either of i, j global                  Longformer (Beltagy et al., 2020, arXiv:2004.05150)
-    sparse     strided: |i - j| <= l or (i - j) mod l = 0              Sparse Transformer (Child et al., 2019, arXiv:1904.10509)
+    local      |i - j| <= w, or either of i, j global                 Longformer (Beltagy et al., 2020, arXiv:2004.05150)
+    sparse     strided: |i - j| <= l or (i - j) mod l = 0             Sparse Transformer (Child et al., 2019, arXiv:1904.10509)
                fixed:   i, j in one block of l, or j mod l >= l - c
-    bigbird    blocks: neighbours, global ones, a few random ones      BigBird (Zaheer et al., 2020, arXiv:2007.14062)
+    bigbird    blocks: neighbours, global ones, a few random ones     BigBird (Zaheer et al., 2020, arXiv:2007.14062)
 
 Causal means j <= i on top. Patterns count positions from the first row, so padding belongs on the right.
 """
@@ -161,9 +161,10 @@ class BigBird(Mixer):
             raise ValueError(
                 f"block must be at least 1, window odd, random 0 or more; got block {block}, window {window}, random {random}"
             )
-        self.block, self.window, self.global_blocks = block, window, tuple(global_blocks) # Numbers below 2^31, not block
-        numbers: scaled to the blocks a row has, they are a draw for every length, in linear memory.
-        self.register_buffer("draw", torch.empty(heads, -(-max_length // block), random, dtype=torch.int64)) self.redraw(seed)
+        self.block, self.window, self.global_blocks = block, window, tuple(global_blocks)
+        # Numbers below 2^31, not blocks: scaled to the blocks a row has, they are a draw for every length, in linear memory.
+        self.register_buffer("draw", torch.empty(heads, -(-max_length // block), random, dtype=torch.int64))
+        self.redraw(seed)
 
     def redraw(self, seed: int | None = None) -> None:
         """Draw new random blocks, from `seed` or from torch's own generator."""
@@ -171,7 +172,7 @@ class BigBird(Mixer):
         self.draw.copy_(torch.randint(2**31, self.draw.shape, generator=generator))
 
     def pattern(self, inside: Tensor) -> tuple[Tensor, Tensor]:
-        """The global blocks (B, g) and each query block's key blocks (B, H, n, W), -1 for none; `inside` (B, n, C) as `kept`."""
+        """The global blocks (B, g) and each query block's key blocks (B, H, n, W), -1 for none; `inside` is from `kept`."""
         n = inside.shape[1]
         block = torch.arange(n, device=inside.device)
         count = (inside.any(-1) * (block + 1)).amax(1).view(-1, 1, 1, 1)  # the blocks of each row, up to its last key
