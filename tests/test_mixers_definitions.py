@@ -155,7 +155,7 @@ def test_random_features_are_unbiased_over_draws(name):
     wanted = softmax_kernel(q, k) if name == "performer" else (-distance.square().sum(-1) / 2).exp()
     z = (draws.mean(0) - wanted) / (draws.std(0) / math.sqrt(len(draws)))
     assert z.abs().mean() < 1.5, z.abs().mean()  # 0.8 is expected; the pairs share their draws
-    assert (draws.mean(0) / wanted).log().abs().max() < 0.05
+    assert (draws.mean(0) / wanted).log().abs().max() < 0.1
 
 
 def test_orthogonal_features_beat_independent_ones_and_point_everywhere():
@@ -310,7 +310,7 @@ def shared_softmax(q, v, allowed):
     alone = torch.eye(q.shape[2], dtype=torch.bool)
     others = allowed & ~alone
     allowed = others | (alone & ~others.any(-1, keepdim=True))
-    return masked_softmax(q, F.normalize(q, dim=-1), v, allowed)
+    return (q @ F.normalize(q, dim=-1).mT).masked_fill(~allowed, -math.inf).softmax(-1) @ v
 
 
 @both

@@ -6,10 +6,9 @@
     identity     phi(x) = x                                 leaky_relu    phi = leaky_relu
     elu          phi(x) = elu(x) + 1
 
-The last four and relu are the paper's study of what softmax does (Qin et al., 2022, arXiv:2202.08791, section 3) and the
-Linear Transformer (Katharopoulos et al., 2020, arXiv:2006.16236). identity and leaky_relu have weights of both signs, so their
-normaliser may come near zero or change sign: it is kept at least EPS away from zero, on its own side. (Clamping it from below,
-as for the others, would turn every negative sum into EPS.)
+relu, identity and leaky_relu are the cosFormer paper's study of what softmax does (Qin et al., 2022, arXiv:2202.08791). The
+last two have weights of both signs, so their normaliser may come near zero or change sign: it is kept at least EPS away from
+zero, on its own side. (Clamping it from below, as for the others, would turn every negative sum into EPS.)
 """
 
 import math

@@ -1,6 +1,6 @@
 """Reformer: softmax over the keys that fall into the query's hash bucket, found by sorting.
 
-    out_i = sum_{j in A_i} exp(s_ij) v_j / sum_{j in A_i} exp(s_ij)      s_ij = q_i . q_j / (|q_j| sqrt(D))
+    out_i = sum_{j in A_i} exp(s_ij) v_j / sum_{j in A_i} exp(s_ij)      s_ij = q_i . q_j / |q_j|
     A_i   = the j that in some round share i's bucket and are at most C places away when sorted by bucket and position
     bucket(x) = argmax [x R, -x R],  R ~ N(0, I), one per round
 
@@ -90,7 +90,8 @@ class Reformer(Mixer):
         if causal:
             allowed = allowed & (lag >= 0)
         bias = torch.where(lag == 0, SELF, 0.0) - met.clamp_min(1).log()
-        keys, values = (_around(_sort(x, order, C), causal, fill=0) for x in (F.normalize(q, dim=-1), v))
+        direction = F.normalize(q, dim=-1) * q.shape[-1] ** 0.5  # attend divides by sqrt(D), which the released keys make up for
+        keys, values = (_around(_sort(x, order, C), causal, fill=0) for x in (direction, v))
         out, log = attend(_sort(q, order, C), keys, values, allowed, bias=bias)
         out, log = out.flatten(3, 4), log.flatten(3)
         out, log = out.gather(3, place[..., None].expand(out.shape)), log.gather(3, place)  # back in the order of positions

@@ -1,6 +1,8 @@
 """Softmax attention, the mechanism every other is compared with; also the file to copy when adding one.
 
-out_i = sum_j exp(q_i . k_j / sqrt(D)) v_j / sum_j exp(q_i . k_j / sqrt(D))
+    out_i = sum_j exp(q_i . k_j / sqrt(D)) v_j / sum_j exp(q_i . k_j / sqrt(D))
+
+torch computes it; ours is only the cache of a stream.
 """
 
 from dataclasses import dataclass
