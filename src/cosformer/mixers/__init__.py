@@ -35,6 +35,7 @@ class Mixer(nn.Module):
     streaming: Admission = "it keeps no decode state"
     rope: Admission = True  # rotary positions on q and k
     spe: Admission = True  # stochastic positional encoding of q and k
+    unread: tuple[str, ...] = ()  # those of q and k that have no influence
     grouped: bool = False  # mix() takes fewer key heads than query heads as they are; otherwise they are repeated for it
 
     def __init__(self, heads: int, head_dim: int, max_length: int):

@@ -34,6 +34,7 @@ class Reformer(Mixer):
               costs every token half a dot product
     """
 
+    unread = ("k",)
     cross = "its queries and keys are the same vectors"
 
     def __init__(
@@ -90,7 +91,9 @@ class Reformer(Mixer):
         if causal:
             allowed = allowed & (lag >= 0)
         bias = torch.where(lag == 0, SELF, 0.0) - met.clamp_min(1).log()
-        direction = F.normalize(q, dim=-1) * q.shape[-1] ** 0.5  # attend divides by sqrt(D), which the released keys make up for
+        direction = (
+            F.normalize(q, dim=-1) * q.shape[-1] ** 0.5
+        )  # attend divides by sqrt(D), which the released keys make up for
         keys, values = (_around(_sort(x, order, C), causal, fill=0) for x in (direction, v))
         out, log = attend(_sort(q, order, C), keys, values, allowed, bias=bias)
         out, log = out.flatten(3, 4), log.flatten(3)
