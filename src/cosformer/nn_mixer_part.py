@@ -63,7 +63,7 @@ class MixerAttention(nn.Module):
         self.v_proj = nn.Linear(self.vdim, self.head_dim * num_kv_heads, bias, **made)
         self.out_proj = nn.Linear(embed_dim, embed_dim, bias, **made)
         sizes = {"heads": num_heads, "head_dim": self.head_dim, "max_length": max_length}
-        self.mixer = build(mixer, **sizes, positions=positions, **(options or {})).to(**made)
+        self.mixer = build(mixer, **sizes, positions=positions, **(options or {})).to(device=device, dtype=dtype)
         for layer in (self.q_proj, self.k_proj, self.v_proj):  # nn.MultiheadAttention's initialisation
             nn.init.xavier_uniform_(layer.weight)
         for layer in (self.q_proj, self.k_proj, self.v_proj, self.out_proj):
@@ -83,8 +83,8 @@ class MixerAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend as `nn.MultiheadAttention` does; returns (output, weights or None). key_padding_mask (B, S): True = ignore.
 
-        `is_causal=True` needs no mask, and no other mask is taken. A key that is not the query counts as another sequence, which
-        some mixers refuse.
+        `is_causal=True` needs no mask, and no other mask is taken. A key that is not the query counts as another sequence,
+        which some mixers refuse.
         """
         if attn_mask is not None:  # merging: nn.py's _is_causal accepts the causal and the all-visible mask here
             raise ValueError(

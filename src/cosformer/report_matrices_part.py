@@ -1,14 +1,14 @@
 """matrices: a figure of attention matrices side by side (to be merged into report.py)."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 
-def matrices(panels: Mapping[str, object], path: str | Path, *, title: str = "", columns: int = 4) -> Path:
+def matrices(panels: Mapping[str, Sequence], path: str | Path, *, title: str = "", columns: int = 4) -> Path:
     """Draw (L, S) arrays, one panel for each title, to a PNG.
 
-    Every panel has its own scale, shown beside it: a mechanism's pattern is of interest, not how thinly it spreads. Matrices with
-    negative weights are drawn from blue to red around white; NaN is left blank.
+    Every panel has its own scale, shown beside it: a mechanism's pattern is of interest, not how thinly it spreads. Matrices
+    with negative weights are drawn from blue to red around white; NaN is left blank.
     """
     import matplotlib
     from matplotlib.figure import Figure
@@ -29,8 +29,7 @@ def matrices(panels: Mapping[str, object], path: str | Path, *, title: str = "",
             bar.ax.tick_params(labelsize=6, width=0.4, length=2)
             bar.outline.set_linewidth(0.4)
             axis.set_title(name)
-            last = [len(array) - 1, len(array[0]) - 1]
-            axis.set(xticks=[0, last[1]], yticks=[0, last[0]])
+            axis.set(xticks=[0, len(array[0]) - 1], yticks=[0, len(array) - 1])
             axis.tick_params(labelsize=6, width=0.4, length=2)
         for axis in axes.flat[len(panels) :]:
             axis.set_visible(False)
@@ -45,7 +44,7 @@ def matrices(panels: Mapping[str, object], path: str | Path, *, title: str = "",
 
 
 def _range(array) -> tuple[float, float, float]:
-    """The smallest value, the size below which 99 of 100 lie (one bright point must not darken the rest), and the largest size."""
+    """The smallest value, the size below which 99 of 100 lie (a bright point must not darken the rest), the largest size."""
     values = [float(x) for row in array for x in row if x == x]
     sizes = sorted(map(abs, values))
     return min(values), sizes[int(0.99 * (len(sizes) - 1))] or 1.0, sizes[-1]

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..ops.linear import State, linear_attention, linear_stream
-from . import Mixer, register
+from . import Admission, Mixer, register
 
 EPS = 1e-6
 # ops.linear divides by max(z, eps), so an eps above every z asks for the bare sums; a power of two makes the division exact.
@@ -57,7 +57,7 @@ class Kernel(Mixer):
     """Abstract: a mixer of ops.linear. A subclass names its feature map and the core's options."""
 
     streaming = True
-    rope = "its features are not functions of the dot product, so rotating q and k would not encode distances"
+    rope: Admission = "its features are not functions of the dot product, so rotating q and k would not encode distances"
     grouped = True
     horizon: float = math.inf
     relu = False  # ReLU inside the core, where it is free
@@ -96,21 +96,28 @@ class Cosformer(Kernel):
     """
 
     rope = spe = "its re-weighting is its position encoding"
+    relu = True
+    decay: Tensor | None
 
     def __init__(
-        self, heads: int, head_dim: int, max_length: int, *,
-        horizon: float | None = None, decay: str | Sequence[float] | None = None,
-    ):  # fmt: skip
+        self,
+        heads: int,
+        head_dim: int,
+        max_length: int,
+        *,
+        horizon: float | None = None,
+        decay: str | Sequence[float] | None = None,
+    ):
         super().__init__(heads, head_dim, max_length)
         self.horizon = float(max_length if horizon is None else horizon)
-        self.relu = True
-        self.register_buffer("decay", None if decay is None else self._chosen(decay))
+        self.register_buffer("decay", self._rates_of(decay))
 
-    def _chosen(self, decay: str | Sequence[float]) -> Tensor:
+    def _rates_of(self, decay: str | Sequence[float] | None) -> Tensor | None:
+        if decay is None:
+            return None
         if decay == "ladder":
-            ends = torch.tensor([1 / 4, min(1 / 4, 1 / self.max_length)]).log()
-            return torch.linspace(*ends.tolist(), self.heads).exp()
-        if isinstance(decay, str) or not isinstance(decay, Sequence) or len(decay) != self.heads or min(decay) < 0:
+            return torch.linspace(math.log(1 / 4), math.log(1 / max(4, self.max_length)), self.heads).exp()
+        if isinstance(decay, str) or len(decay) != self.heads or min(decay) < 0:
             raise ValueError(f'decay must be None, "ladder" or one rate >= 0 per head ({self.heads}); got {decay!r}')
         return torch.tensor([float(rate) for rate in decay])
 

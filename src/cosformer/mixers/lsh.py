@@ -35,6 +35,7 @@ class Reformer(Mixer):
     """
 
     unread = ("k",)
+    rotations: Tensor
     cross = "its queries and keys are the same vectors"
 
     def __init__(

@@ -54,6 +54,7 @@ class SineSPE(nn.Module):
     """
 
     kind = "spe"
+    noise: Tensor
 
     def __init__(self, heads: int, head_dim: int, max_length: int, *, sines: int = 5, seed: int = 0):
         super().__init__()
@@ -97,6 +98,7 @@ class ConvSPE(nn.Module):
     """
 
     kind = "spe"
+    seed: Tensor
 
     def __init__(self, heads: int, head_dim: int, max_length: int, *, taps: int = 16, seed: int = 0):
         super().__init__()

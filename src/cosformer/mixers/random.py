@@ -56,6 +56,7 @@ class Performer(Mixer):
 
     streaming = True
     grouped = True
+    projection: Tensor
 
     def __init__(self, heads: int, head_dim: int, max_length: int, *, features: int = 256, seed: int = 0):
         super().__init__(heads, head_dim, max_length)
@@ -66,7 +67,8 @@ class Performer(Mixer):
 
     def redraw(self, seed: int | None = None) -> None:
         """Draw new features, from `seed` or from torch's own generator."""
-        self.projection.copy_(orthogonal(*self.projection.shape, _generator(seed)))
+        rows, size = self.projection.shape
+        self.projection.copy_(orthogonal(rows, size, _generator(seed)))
 
     def exponents(self, x: Tensor) -> Tensor:
         """log of sqrt(F) phi(x), (..., F), in float32 or better."""
@@ -133,6 +135,7 @@ class RandomFeatureAttention(Mixer):
     """
 
     streaming = True
+    projection: Tensor
 
     def __init__(
         self,
@@ -183,10 +186,10 @@ class RandomFeatureAttention(Mixer):
 
     def _gated(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
         phi = self.phi(k)
-        if self.gate_weight is None:
+        if self.gate_weight is None or self.gate_bias is None:
             return phi, None
-        open_ = (k.to(phi.dtype) * self.gate_weight.to(phi.dtype)).sum(-1) + self.gate_bias.to(phi.dtype)  # g = sigmoid(open_)
-        return phi * torch.sigmoid(-open_).unsqueeze(-1), F.softplus(-open_)
+        logit = (k.to(phi.dtype) * self.gate_weight.to(phi.dtype)).sum(-1) + self.gate_bias.to(phi.dtype)  # of g
+        return phi * torch.sigmoid(-logit).unsqueeze(-1), F.softplus(-logit)  # 1 - g, and -log g
 
 
 def _generator(seed: int | None) -> torch.Generator | None:

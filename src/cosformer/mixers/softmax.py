@@ -33,8 +33,8 @@ def extend(cache: Cache | None, k: Tensor, v: Tensor, key_mask: Tensor | None) -
     at = torch.arange(start, start + n, device=k.device)
     if cache is None:
         return Cache(k, v, key_mask, at, n)
-    joined = (torch.cat(pair, dim) for *pair, dim in ((cache.k, k, 2), (cache.v, v, 2), (cache.key_mask, key_mask, 1)))
-    return Cache(*joined, torch.cat([cache.at, at]), start + n)
+    k, v = torch.cat([cache.k, k], 2), torch.cat([cache.v, v], 2)
+    return Cache(k, v, torch.cat([cache.key_mask, key_mask], 1), torch.cat([cache.at, at]), start + n)
 
 
 @register("softmax")

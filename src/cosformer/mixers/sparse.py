@@ -143,6 +143,7 @@ class BigBird(Mixer):
 
     causal = "its global and random blocks look ahead; the paper uses it in encoders"
     cross = ONE_SEQUENCE
+    draw: Tensor
 
     def __init__(
         self,
