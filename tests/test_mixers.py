@@ -243,6 +243,18 @@ def test_streamed_equals_whole(name, options, cuts):
 
 
 @every
+def test_a_stream_can_be_reordered_for_beams(name, options):
+    mixer = build(name, options).double()
+    if mixer.streaming is not True:
+        pytest.skip(mixer.streaming)
+    q, k, v = qkv(12)
+    _, state = mixer.stream(q[:, :, :9], k[:, :, :9], v[:, :, :9])
+    order = torch.tensor([1, 1, 0])
+    out, _ = mixer.stream(*(x[order, :, 9:] for x in (q, k, v)), state.index_select(order))
+    assert_close(out, mixer(q, k, v, causal=True)[order, :, 9:])
+
+
+@every
 def test_refusals_carry_the_reason(name, options):
     mixer = build(name, options)
     q, k, v = qkv(12, dtype=torch.float32)

@@ -80,7 +80,7 @@ class Mixer(nn.Module):
         raise NotImplementedError(f"{type(self).__name__} must define mix")
 
     def step(self, q: Tensor, k: Tensor, v: Tensor, state: Any, *, key_mask: Tensor | None) -> tuple[Tensor, Any]:
-        """What `stream` returns, after the same checks. The state has a `position`, the number of tokens it has seen."""
+        """What `stream` returns, after the same checks. A state has `position`, the tokens it has seen, and `index_select`."""
         raise NotImplementedError(f"{type(self).__name__} declares streaming and must define step")
 
     def refuse(self, *, causal: bool = False, cross: bool = False) -> None:

@@ -34,9 +34,9 @@ class Reformer(Mixer):
               costs every token half a dot product
     """
 
+    cross = "its queries and keys are the same vectors"
     unread = ("k",)
     rotations: Tensor
-    cross = "its queries and keys are the same vectors"
 
     def __init__(
         self,
@@ -50,13 +50,12 @@ class Reformer(Mixer):
         seed: int = 0,
     ):
         super().__init__(heads, head_dim, max_length)
+        if rounds < 1 or chunk < 1 or (buckets is not None and (buckets < 1 or (buckets > 1 and buckets % 2))):
+            raise ValueError(
+                f"rounds, chunk must be at least 1, buckets 1 or even; got rounds {rounds}, chunk {chunk}, buckets {buckets}"
+            )
         self.rounds, self.chunk = rounds, chunk
         self.buckets = min(2 * -(-max_length // chunk), 256) if buckets is None else buckets
-        if rounds < 1 or chunk < 1 or self.buckets < 1 or (self.buckets > 1 and self.buckets % 2):
-            raise ValueError(
-                "rounds and chunk must be at least 1, buckets 1 or even; "
-                f"got rounds {rounds}, chunk {chunk}, buckets {self.buckets}"
-            )
         self.register_buffer("rotations", torch.empty(heads, rounds, head_dim, self.buckets // 2))
         self.redraw(seed)
 
@@ -92,9 +91,7 @@ class Reformer(Mixer):
         if causal:
             allowed = allowed & (lag >= 0)
         bias = torch.where(lag == 0, SELF, 0.0) - met.clamp_min(1).log()
-        direction = (
-            F.normalize(q, dim=-1) * q.shape[-1] ** 0.5
-        )  # attend divides by sqrt(D), which the released keys make up for
+        direction = F.normalize(q, dim=-1) * q.shape[-1] ** 0.5  # attend divides by sqrt(D)
         keys, values = (_around(_sort(x, order, C), causal, fill=0) for x in (direction, v))
         out, log = attend(_sort(q, order, C), keys, values, allowed, bias=bias)
         out, log = out.flatten(3, 4), log.flatten(3)

@@ -41,6 +41,10 @@ class Shifted:
     def position(self) -> int:
         return self.state.position
 
+    def index_select(self, index: Tensor) -> "Shifted":
+        """The state with batch rows chosen by `index`, as `State.index_select`."""
+        return Shifted(self.state.index_select(index), self.shift.index_select(0, index))
+
 
 @register("performer")
 class Performer(Mixer):

@@ -5,7 +5,7 @@
 torch computes it; ours is only the cache of a stream.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,11 @@ class Cache:
     key_mask: Tensor
     at: Tensor  # (S,)
     position: int
+
+    def index_select(self, index: Tensor) -> "Cache":
+        """The cache with batch rows chosen by `index`: the reordering that beam search asks for."""
+        k, v, key_mask = (x.index_select(0, index) for x in (self.k, self.v, self.key_mask))
+        return replace(self, k=k, v=v, key_mask=key_mask)
 
 
 def extend(cache: Cache | None, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Cache:
