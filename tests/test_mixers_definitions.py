@@ -102,10 +102,11 @@ def test_kernel_mixers_are_their_quadratic_form(name, causal, keys):
 
 
 def test_a_signed_normaliser_keeps_its_sign_and_its_distance_from_zero():
-    q = torch.tensor([1.0, -1.0, 1e-9, 0.0]).view(1, 1, 4, 1)
+    q = torch.tensor([1.0, -1.0, 1e-9, -1e-9, 0.0]).view(1, 1, 5, 1)
     k, v = torch.tensor([[[[2.0]]]]), torch.tensor([[[[3.0]]]])
     mixer = mixers.build("identity", heads=1, head_dim=1, max_length=4)
-    assert_close(mixer(q, k, v).flatten(), torch.tensor([3.0, 3.0, 3 * 2e-9 / 1e-6, 0.0]))
+    small = 3 * 2e-9 / 1e-6  # n / eps, with the sign of n / z
+    assert_close(mixer(q, k, v).flatten(), torch.tensor([3.0, 3.0, small, small, 0.0]))
 
 
 # random features
