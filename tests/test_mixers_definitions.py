@@ -275,7 +275,7 @@ def bigbird_blocks(mixer, blocks):
 
 @pytest.mark.parametrize("length", [4, 29, 60])
 @pytest.mark.parametrize(
-    "options", [{"global_blocks": ()}, {"global_blocks": (0,)}, {"random": 2}, {"window": 5, "random": 0}]
+    "options", [{"global_blocks": ()}, {"global_blocks": (0, 0)}, {"random": 2}, {"window": 5, "random": 0}]
 )
 def test_bigbird_is_masked_softmax_over_its_blocks(length, options):
     mixer, (q, k, v) = build("bigbird", block=4, **options), qkv(length)
@@ -463,7 +463,7 @@ def growth(name, causal, lengths=(1024, 4096), **options):
         ("bigbird", False, {"block": 16}, 1.0),
         ("local", False, {"window": 16, "globals": 2}, 1.0),
         ("local", True, {"window": 16}, 1.0),
-        ("sparse", False, {"columns": 1}, 1.5),
+        ("sparse", False, {}, 1.5),
         ("sparse", True, {"pattern": "strided"}, 1.5),
         ("reformer", True, {"chunk": 16, "buckets": 16}, 1.0),
         ("nystrom", False, {"landmarks": 16, "conv": None}, 1.0),

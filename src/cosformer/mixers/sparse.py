@@ -76,7 +76,7 @@ class Sparse(Mixer):
         strided    A1 = {j : |i - j| <= l}                     A2 = {j : (i - j) mod l = 0}
         fixed      A1 = {j : floor(j / l) = floor(i / l)}      A2 = {j : j mod l >= l - c}
 
-    O(N (l + N / l)), so O(N sqrt N) at l = sqrt(max_length), the default `stride`. `columns` is c, by default l / 8.
+    O(N (l + c N / l)), so O(N sqrt N) at l = sqrt(max_length), the default `stride`. `columns` is c, 8 by default (or l).
     """
 
     cross = ONE_SEQUENCE
@@ -96,7 +96,7 @@ class Sparse(Mixer):
             raise ValueError(f"pattern must be 'fixed' or 'strided'; got {pattern!r}")
         self.pattern = pattern
         self.stride = max(1, round(max_length**0.5)) if stride is None else stride
-        self.columns = max(1, self.stride // 8) if columns is None else columns
+        self.columns = min(8, self.stride) if columns is None else columns
         if self.stride < 1 or not 0 <= self.columns <= self.stride:
             raise ValueError(f"stride must be at least 1, columns 0 to stride; got stride {stride}, columns {columns}")
 
