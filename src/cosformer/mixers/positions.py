@@ -1,0 +1,140 @@
+"""Positional companions: changes of q and k that make their dot product depend on the distance; `build(..., positions=...)`.
+
+    rope        q_m . k_n -> (R_m q_m) . (R_n k_n) = q_m . R_(n-m) k_n                 (Su et al., 2021, arXiv:2104.09864)
+    sine_spe    q_m . k_n -> E = sum_d q_md k_nd P_d(m - n),   P_d(t) = sum_s a_ds^2 cos(2 pi f_ds t + b_ds)
+    conv_spe    the same with P_d(t) = sum_p x_d(p) y_d(p - t) for filters x, y        (Liutkus et al., 2021, arXiv:2105.08399)
+
+SPE gives each position a random vector with that covariance, so q and k stay separate factors and linear mixers can use it.
+One draw is exact only in the mean: its error falls with the square root of the realisations, here as many as head_dim, so that
+shapes stay.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+
+
+def companion(name: str) -> type[nn.Module]:
+    """The class of a companion by name."""
+    known = {"rope": Rope, "sine_spe": SineSPE, "conv_spe": ConvSPE}
+    if name not in known:
+        raise ValueError(f"positions {name!r} is unknown; one of {', '.join(known)}, or None")
+    return known[name]
+
+
+class Rope(nn.Module):
+    """Rotary positions: the pair (x_i, x_(i + D/2)) is turned by position * base^(-2i/D)."""
+
+    kind = "rope"
+
+    def __init__(self, heads: int, head_dim: int, max_length: int, *, base: float = 10000.0):
+        super().__init__()
+        if head_dim % 2:
+            raise ValueError(f"head_dim must be even for rope, which turns pairs; got {head_dim}")
+        self.speed = [base ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+
+    def forward(self, q: Tensor, k: Tensor, *, offset: int = 0) -> tuple[Tensor, Tensor]:
+        return self.turn(q, offset), self.turn(k, offset)
+
+    def turn(self, x: Tensor, offset: int = 0) -> Tensor:
+        """x (..., N, D) with its first row at position `offset`."""
+        at = torch.arange(offset, offset + x.shape[-2], dtype=torch.float64)
+        angle = at[:, None] * torch.tensor(self.speed, dtype=torch.float64)  # float64: exact at any position
+        cos, sin = (t.to(x.device, torch.promote_types(x.dtype, torch.float32)) for t in (angle.cos(), angle.sin()))
+        a, b = x.chunk(2, -1)
+        return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
+
+
+class SineSPE(nn.Module):
+    """Stochastic positional encoding by sines with learned frequencies f, offsets b and gains a, per head and dimension.
+
+    q_m becomes sum_d q_md Q_d(m), with Q_d(m) = sum_s a_ds (cos(2 pi f_ds m + b_ds) z_ds + sin(2 pi f_ds m + b_ds) z'_ds) /
+    sqrt(R) and z ~ N(0, I_R); the same for k without the offsets b.
+    """
+
+    kind = "spe"
+    noise: Tensor
+
+    def __init__(self, heads: int, head_dim: int, max_length: int, *, sines: int = 5, seed: int = 0):
+        super().__init__()
+        # Periods from 4 positions to 4 max_length at first; gains so that P_d(0) = 1 without offsets.
+        frequency = torch.linspace(math.log(1 / 4), -math.log(4 * max_length), sines).exp()
+        self.frequency = nn.Parameter(frequency.expand(heads, head_dim, sines).clone())
+        self.offset = nn.Parameter(torch.zeros(heads, head_dim, sines))
+        self.gain = nn.Parameter(torch.full((heads, head_dim, sines), sines**-0.5))
+        self.register_buffer("noise", torch.empty(heads, head_dim, sines, 2, head_dim))
+        self.redraw(seed)
+
+    def redraw(self, seed: int | None = None) -> None:
+        """Draw new noise, from `seed` or from torch's own generator."""
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        self.noise.copy_(torch.randn(self.noise.shape, generator=generator))
+
+    def forward(self, q: Tensor, k: Tensor, *, offset: int = 0) -> tuple[Tensor, Tensor]:
+        return self._encode(q, offset, self.offset), self._encode(k, offset, torch.zeros_like(self.offset))
+
+    def template(self, distance: Tensor) -> Tensor:
+        """P_d(distance): (H, D, *distance.shape)."""
+        shape = (*self.gain.shape, *(1,) * distance.ndim)
+        a, f, b = (t.view(shape) for t in (self.gain, self.frequency, self.offset))
+        return (a.square() * torch.cos(2 * math.pi * f * distance + b)).sum(2)
+
+    def _encode(self, x: Tensor, start: int, shift: Tensor) -> Tensor:
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        at = torch.arange(start, start + x.shape[2], dtype=torch.float64, device=x.device)[:, None, None]
+        angle = (2 * math.pi * self.frequency.double()[:, None] * at + shift.double()[:, None]).to(dtype)  # (H, N, D, sines)
+        wave = torch.stack([angle.cos(), angle.sin()], -1) * self.gain.to(dtype)[:, None, :, :, None]
+        spread = x.to(dtype)[..., None, None] * wave  # (B, H, N, D, sines, 2): the noise is never spread over positions
+        return (spread.flatten(3) @ (self.noise.to(dtype) / math.sqrt(x.shape[-1])).flatten(1, 3)).to(x.dtype)
+
+
+class ConvSPE(nn.Module):
+    """Stochastic positional encoding by convolution: white noise along the positions, through learned filters x and y.
+
+    q_m becomes sum_d q_md Q_d(m), with Q_d(m) = sum_p x_d(p) z_d(m - p) / sqrt(R), and k likewise with y; distances beyond the
+    filters have no covariance. The noise (max_length, D, R) is shared by the heads and is made anew from its seed, which is
+    what is saved.
+    """
+
+    kind = "spe"
+    seed: Tensor
+
+    def __init__(self, heads: int, head_dim: int, max_length: int, *, taps: int = 16, seed: int = 0):
+        super().__init__()
+        decay = torch.linspace(0, -3, taps).exp()  # nearer positions are more alike at first
+        self.query_filter = nn.Parameter((decay / decay.norm()).expand(heads, head_dim, taps).clone())
+        self.key_filter = nn.Parameter(self.query_filter.detach().clone())
+        self.max_length, self.taps = max_length, taps
+        self.register_buffer("seed", torch.tensor(seed))
+
+    def redraw(self, seed: int | None = None) -> None:
+        """Draw new noise, from `seed` or from torch's own generator."""
+        self.seed.copy_(torch.randint(2**31, ()) if seed is None else torch.tensor(seed))
+
+    def forward(self, q: Tensor, k: Tensor, *, offset: int = 0) -> tuple[Tensor, Tensor]:
+        return self._encode(q, offset, self.query_filter), self._encode(k, offset, self.key_filter)
+
+    def template(self, distance: Tensor) -> Tensor:
+        """P_d(distance): (H, D, *distance.shape)."""
+        p = torch.arange(self.taps, device=distance.device)
+        other = p - distance[..., None].long()
+        inside = (other >= 0) & (other < self.taps)
+        pairs = self.query_filter[:, :, p.expand_as(other)] * self.key_filter[:, :, other.clamp(0, self.taps - 1)]
+        return (pairs * inside).sum(-1)
+
+    def _encode(self, x: Tensor, start: int, taps: Tensor) -> Tensor:
+        N, D = x.shape[2:]
+        if start + N > self.max_length:
+            raise ValueError(
+                f"conv_spe has noise for max_length = {self.max_length} positions; got positions up to {start + N}"
+            )
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        generator = torch.Generator().manual_seed(int(self.seed))
+        noise = torch.randn(self.max_length + self.taps - 1, D, D, generator=generator)  # position p has row p + taps - 1
+        noise = noise[start : start + N + self.taps - 1].to(x.device, dtype) / math.sqrt(D)
+        out = torch.zeros_like(x, dtype=dtype)
+        for p in range(self.taps):  # one tap at a time: the filtered noise (H, N, D, R) is never held
+            rows = noise[self.taps - 1 - p : self.taps - 1 - p + N]
+            out = out + torch.einsum("bhnd,ndr->bhnr", x.to(dtype) * taps[:, None, :, p].to(dtype), rows)
+        return out.to(x.dtype)

@@ -1,0 +1,230 @@
+"""Sparse mixers: softmax over a pattern of keys fixed by position, computed block by block.
+
+    local      |i - j| <= w, or either of i, j global                 Longformer (Beltagy et al., 2020, arXiv:2004.05150)
+    sparse     strided: |i - j| <= l or (i - j) mod l = 0             Sparse Transformer (Child et al., 2019, arXiv:1904.10509)
+               fixed:   i, j in one block of l, or j mod l >= l - c
+    bigbird    blocks: neighbours, global ones, a few random ones     BigBird (Zaheer et al., 2020, arXiv:2007.14062)
+
+Causal means j <= i on top. Patterns count positions from the first row, so padding belongs on the right.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from . import Mixer, register
+from .blocks import attend, join, kept, merge, places, split, take
+from .softmax import extend
+
+ONE_SEQUENCE = "its pattern is laid out on the positions of one sequence"
+
+
+@register("local")
+class Local(Mixer):
+    """Sliding window of `window` keys on each side; the first `globals` tokens see and are seen by all. O(N window).
+
+    Longformer gives its global tokens projections of their own; a mixer has none, so here they share the others'.
+    """
+
+    cross = ONE_SEQUENCE
+    streaming = True
+
+    def __init__(self, heads: int, head_dim: int, max_length: int, *, window: int = 256, globals: int = 0):
+        super().__init__(heads, head_dim, max_length)
+        if window < 0 or globals < 0:
+            raise ValueError(f"window and globals must be 0 or more; got window {window}, globals {globals}")
+        self.window, self.globals = window, globals
+
+    def mix(self, q, k, v, *, causal, key_mask):
+        L = q.shape[2]
+        C = max(1, min(self.window, L))  # a block's window then lies in the block and its neighbours
+        rows, inside = split(q, C), kept(k, key_mask, C)
+        i = torch.arange(rows.shape[2] * C, device=q.device).view(-1, C, 1)
+        index = _neighbours(rows.shape[2], causal, q.device)
+        j, there = places(index, inside)
+        near = (i - j[:, :, :, None]).abs() <= self.window
+        allowed = near & (j >= self.globals)[:, :, :, None] & there[:, :, :, None]
+        parts = [attend(rows, take(split(k, C), index), take(split(v, C), index), _past(allowed, i, j, causal))]
+        if g := min(self.globals, L):
+            j = torch.arange(g, device=q.device).view(1, 1, 1, g)
+            parts.append(attend(rows, k[:, :, None, :g], v[:, :, None, :g], _past(_keys(key_mask, g, q), i, j, causal)))
+        out = join(merge(*parts), L)
+        if g and not causal:  # causally a global token sees its past, which is global: the parts above have all of it
+            seen, _ = attend(q[:, :, :g], k, v, _keys(key_mask, L, q).squeeze(2))
+            out = torch.cat([seen, out[:, :, g:]], 2)
+        return out.to(q.dtype)
+
+    def step(self, q, k, v, state, *, key_mask):
+        cache = extend(state, k, v, key_mask)
+        lag = cache.at[-q.shape[2] :, None] - cache.at
+        allowed = (lag >= 0) & ((lag <= self.window) | (cache.at < self.globals)) & cache.key_mask[:, None, None, :]
+        out, _ = attend(q, cache.k, cache.v, allowed)
+        keep = ((cache.at > cache.position - 1 - self.window) | (cache.at < self.globals)).nonzero().squeeze(1)
+        k, v = (x.index_select(2, keep) for x in (cache.k, cache.v))
+        return out.to(q.dtype), replace(cache, k=k, v=v, key_mask=cache.key_mask[:, keep], at=cache.at[keep])
+
+    def state_size(self):
+        return self.heads * min(self.max_length, self.window + self.globals) * 2 * self.head_dim
+
+
+@register("sparse")
+class Sparse(Mixer):
+    """Sparse Transformer (Child et al., 2019, arXiv:1904.10509): a head attends to the union of its pattern's two factors.
+
+        strided    A1 = {j : |i - j| <= l}                     A2 = {j : (i - j) mod l = 0}
+        fixed      A1 = {j : floor(j / l) = floor(i / l)}      A2 = {j : j mod l >= l - c}
+
+    O(N (l + c N / l)), so O(N sqrt N) at l = sqrt(max_length), the default `stride`. `columns` is c, 8 by default (or l).
+    """
+
+    cross = ONE_SEQUENCE
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        max_length: int,
+        *,
+        pattern: str = "fixed",
+        stride: int | None = None,
+        columns: int | None = None,
+    ):
+        super().__init__(heads, head_dim, max_length)
+        if pattern not in ("fixed", "strided"):
+            raise ValueError(f"pattern must be 'fixed' or 'strided'; got {pattern!r}")
+        self.pattern = pattern
+        self.stride = max(1, round(max_length**0.5)) if stride is None else stride
+        self.columns = min(8, self.stride) if columns is None else columns
+        if self.stride < 1 or not 0 <= self.columns <= self.stride:
+            raise ValueError(f"stride must be at least 1, columns 0 to stride; got stride {stride}, columns {columns}")
+
+    def mix(self, q, k, v, *, causal, key_mask):
+        L, C = q.shape[2], self.stride
+        rows, keys, values, inside = split(q, C), split(k, C), split(v, C), kept(k, key_mask, C)
+        i = torch.arange(rows.shape[2] * C, device=q.device).view(-1, C, 1)
+        part = self._strided if self.pattern == "strided" else self._fixed
+        return join(merge(*part(rows, keys, values, inside, i, causal)), L).to(q.dtype)
+
+    def _strided(self, rows, keys, values, inside, i, causal):
+        n, C = rows.shape[2:4]
+        index = _neighbours(n, causal, i.device)
+        j, there = places(index, inside)
+        lag = i - j[:, :, :, None]
+        allowed = (lag.abs() <= C) & (lag % C != 0) & there[:, :, :, None]  # multiples of the stride are the other part's
+        window = attend(rows, take(keys, index), take(values, index), _past(allowed, i, j, causal))
+        # Down the columns: position b C + c meets b' C + c. One attention per column c, of n rows.
+        down = inside.transpose(1, 2)[:, None, :, None, :]  # (B, 1, C, 1, n)
+        if causal:
+            down = down & torch.ones(n, n, dtype=torch.bool, device=i.device).tril()
+        out, log = attend(*(x.transpose(2, 3) for x in (rows, keys, values)), down)
+        return window, (out.transpose(2, 3), log.transpose(2, 3))
+
+    def _fixed(self, rows, keys, values, inside, i, causal):
+        n, C = rows.shape[2:4]
+        own = attend(rows, keys, values, _past(inside[:, None, :, None], i, i.view(1, 1, n, C), causal))
+        # The last columns of every block, for all queries but those of the block, which have them already.
+        first = C - self.columns
+        k, v = (x[:, :, :, first:].flatten(2, 3)[:, :, None] for x in (keys, values))  # (B, H, 1, n c, D)
+        j = i.view(n, C)[:, first:].reshape(1, 1, 1, -1)
+        other = (i // C != j[..., None, :] // C) & inside[:, :, first:].flatten(1)[:, None, None, None]
+        return own, attend(rows, k, v, _past(other, i, j, causal))
+
+
+@register("bigbird")
+class BigBird(Mixer):
+    """BigBird (Zaheer et al., 2020, arXiv:2007.14062), blocks of `block` tokens: O(N block (window + globals + random)).
+
+    A block sees `window` blocks around it (an odd number, itself the middle), the global blocks, and `random` others drawn per
+    head and block; a global block sees everything. `global_blocks` counts from the end where negative: (0, -1), the first and
+    last, is the released model's choice. The end is that of each row's own keys, so padding changes nothing.
+    """
+
+    causal = "its global and random blocks look ahead; the paper uses it in encoders"
+    cross = ONE_SEQUENCE
+    draw: Tensor
+
+    def __init__(
+        self,
+        heads: int,
+        head_dim: int,
+        max_length: int,
+        *,
+        block: int = 64,
+        window: int = 3,
+        global_blocks: Sequence[int] = (0, -1),
+        random: int = 3,
+        seed: int = 0,
+    ):
+        super().__init__(heads, head_dim, max_length)
+        if block < 1 or window < 1 or window % 2 == 0 or random < 0:
+            raise ValueError(
+                f"block must be at least 1, window odd, random 0 or more; got block {block}, window {window}, random {random}"
+            )
+        self.block, self.window, self.global_blocks = block, window, tuple(global_blocks)
+        # Numbers below 2^31, not blocks: scaled to the blocks a row has, they are a draw for every length, in linear memory.
+        self.register_buffer("draw", torch.empty(heads, -(-max_length // block), random, dtype=torch.int64))
+        self.redraw(seed)
+
+    def redraw(self, seed: int | None = None) -> None:
+        """Draw new random blocks, from `seed` or from torch's own generator."""
+        generator = None if seed is None else torch.Generator().manual_seed(seed)
+        self.draw.copy_(torch.randint(2**31, self.draw.shape, generator=generator))
+
+    def pattern(self, inside: Tensor) -> tuple[Tensor, Tensor]:
+        """The global blocks (B, g) and each query block's key blocks (B, H, n, W), -1 for none; `inside` is from `kept`."""
+        n = inside.shape[1]
+        block = torch.arange(n, device=inside.device)
+        count = (inside.any(-1) * (block + 1)).amax(1).view(-1, 1, 1, 1)  # the blocks of each row, up to its last key
+        lead = torch.tensor(self.global_blocks, dtype=torch.int64, device=inside.device).view(1, 1, 1, -1)
+        lead = torch.where(lead < 0, lead + count, lead)
+        twice = (lead[..., None] == lead[..., None, :]).tril(-1).any(-1)
+        lead = lead.masked_fill((lead < 0) | (lead >= count) | twice, -1)
+        half = self.window // 2
+        near = block[:, None] + torch.arange(-half, half + 1, device=block.device)
+        near = torch.where((near >= 0) & (near < count), near, -1)
+        far = lead.expand(-1, -1, n, -1)
+        seen = torch.cat([near, far.masked_fill((far - block[:, None]).abs() <= half, -1)], -1).expand(-1, self.heads, -1, -1)
+        for t in range(self.draw.shape[2]):
+            free = count[..., 0] - (seen >= 0).sum(-1)
+            pick = self.draw[:, :n, t] * free >> 31  # the pick-th of the blocks not seen yet ...
+            for taken in seen.sort(-1).values.unbind(-1):
+                pick = pick + ((taken >= 0) & (pick >= taken))  # ... by its own number
+            seen = torch.cat([seen, pick.masked_fill(free < 1, -1)[..., None]], -1)
+        return lead[:, 0, 0], seen
+
+    def mix(self, q, k, v, *, causal, key_mask):
+        L, C = q.shape[2], self.block
+        if L > self.draw.shape[1] * C:
+            raise ValueError(f"bigbird has random blocks for max_length = {self.max_length} tokens; got q of length {L}")
+        rows, inside = split(q, C), kept(k, key_mask, C)
+        lead, index = self.pattern(inside)
+        _, there = places(index, inside)
+        out, _ = attend(rows, take(split(k, C), index), take(split(v, C), index), there[:, :, :, None])
+        if self.global_blocks:
+            everything = inside.flatten(1)[:, None, None, None, :L]
+            seen, _ = attend(take(rows, lead[:, None, None]), k[:, :, None], v[:, :, None], everything)
+            seen = seen.view(*seen.shape[:2], -1, C, seen.shape[-1])  # (B, H, g, C, E)
+            here = lead[:, :, None] == torch.arange(rows.shape[2], device=q.device)  # (B, g, n)
+            slot = here.long().argmax(1)[:, None, :, None, None].expand(out.shape)
+            out = torch.where(here.any(1)[:, None, :, None, None], seen.gather(2, slot), out)
+        return join(out, L).to(q.dtype)
+
+
+def _neighbours(n: int, causal: bool, device: torch.device) -> Tensor:
+    """Each block with the one before and, unless causal, after it: (1, 1, n, 2 or 3)."""
+    around = torch.arange(-1, 1 if causal else 2, device=device)
+    return (torch.arange(n, device=device)[:, None] + around)[None, None]
+
+
+def _past(allowed: Tensor, i: Tensor, j: Tensor, causal: bool) -> Tensor:
+    """What of `allowed` (.., n, C, K) causality leaves, for queries at i (n, C, 1) and keys at j (.., n or 1, K)."""
+    return allowed & (j[..., None, :] <= i) if causal else allowed
+
+
+def _keys(key_mask: Tensor | None, length: int, like: Tensor) -> Tensor:
+    """The first `length` keys that are kept: (B or 1, 1, 1, 1, length)."""
+    if key_mask is None:
+        return torch.ones(1, 1, 1, 1, length, dtype=torch.bool, device=like.device)
+    return key_mask[:, None, None, None, :length]

@@ -1,0 +1,62 @@
+"""draw: the attention matrices of any mixers on the same q and k, as one PNG (`cosformer picture`)."""
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from .mixers import build, weights
+
+TITLES = {"softmax": "softmax", "cosformer": "cosFormer", "relu": "cosFormer, no re-weighting"}
+
+
+def example(length: int, head_dim: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """A query and key matrix (1, 1, length, head_dim) as text might give them: tokens of a few topics that drift along."""
+    generator = torch.Generator().manual_seed(seed)
+    topic, drift = torch.randn(head_dim, generator=generator), []
+    for _ in range(length):
+        topic = 0.85 * topic + math.sqrt(1 - 0.85**2) * torch.randn(head_dim, generator=generator)
+        drift.append(topic)
+    x = torch.stack(drift)
+    noise = torch.randn(2, length, head_dim, generator=generator)
+    q, k = 0.8 * x + 0.4 * noise
+    return q[None, None], k[None, None]
+
+
+def draw(
+    names: Sequence[str],
+    path: str | Path,
+    *,
+    length: int = 64,
+    head_dim: int = 32,
+    causal: bool = False,
+    seed: int = 0,
+    q: Tensor | None = None,
+    k: Tensor | None = None,
+    options: dict[str, dict] | None = None,
+) -> Path:
+    """Draw one panel for each mixer, and the cosine of the distance, to the PNG at `path`.
+
+    q and k are (1, 1, L, D) and (1, 1, S, D), by default an example made from `seed`; `options` holds options by mixer name.
+
+    >>> draw(["softmax", "cosformer", "relu"], "attention.png")
+    """
+    from .report_matrices_part import matrices  # matplotlib is an extra
+
+    if (q is None) != (k is None):
+        raise ValueError("q and k are given together, or neither is")
+    if q is None or k is None:
+        q, k = example(length, head_dim, seed=seed)
+    L, S, D = q.shape[2], k.shape[2], q.shape[3]
+    panels = {}
+    for name in names:
+        mixer = build(name, heads=1, head_dim=D, max_length=max(L, S), **(options or {}).get(name, {}))
+        with torch.no_grad():
+            panels[TITLES.get(name, name)] = weights(mixer, q, k, causal=causal)[0, 0].float()
+    lag = torch.arange(L)[:, None] - torch.arange(S)
+    panels["cosine of the distance"] = torch.cos(math.pi / 2 * lag / max(L, S))
+    if causal:  # the future is left blank: a zero would look like a weight that happens to be small
+        panels = {name: matrix.masked_fill(lag < 0, math.nan) for name, matrix in panels.items()}
+    return matrices({name: matrix.numpy() for name, matrix in panels.items()}, path)

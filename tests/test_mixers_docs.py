@@ -1,0 +1,32 @@
+"""docs/adding-a-mechanism.md, executed: the file it adds is discovered by a new interpreter and passes the contract."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "adding-a-mechanism.md").read_text(), re.S)
+
+
+def test_the_document_adds_mechanisms_that_keep_the_contract(tmp_path):
+    kernel, use, average = BLOCKS
+    package = tmp_path / "cosformer"
+    shutil.copytree(ROOT / "src" / "cosformer", package, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "mixers" / "squared.py").write_text(kernel)
+    (package / "mixers" / "average.py").write_text(average)
+
+    def run(*arguments):
+        environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+        done = subprocess.run([sys.executable, *arguments], env=environment, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout
+
+    run("-c", use)
+    contract = ROOT / "tests" / "test_mixers.py"
+    out = run(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", str(contract), "--rootdir", str(tmp_path), "-k", "squared or average"
+    )
+    assert int(re.search(r"(\d+) passed", out)[1]) > 40
