@@ -191,9 +191,7 @@ def test_save_and_load(name, options):
     saved = build(name, options)
     if "seed" in mixers.options(name):
         other = build(name, options, seed=7)
-        assert not all(
-            torch.equal(a, b) for a, b in zip(saved.state_dict().values(), other.state_dict().values(), strict=True)
-        )
+        assert not all(torch.equal(a, b) for a, b in zip(saved.state_dict().values(), other.state_dict().values(), strict=True))
     else:
         torch.manual_seed(2)
         other = mixers.build(name, heads=HEADS, head_dim=DIM, max_length=MAX, **options)
@@ -281,9 +279,7 @@ def test_cross_attention_adds_up(name, options, length, keys):
         assert out.shape == (2, HEADS, length, DIM)
         assert_close(out[:, :, :1], call(mixer, q[:, :, :1], k, v, causal=causal))
         mask = torch.arange(keys).expand(2, -1) < 5
-        assert_close(
-            call(mixer, q, k, v, causal=causal, key_mask=mask), call(mixer, q, k[:, :, :5], v[:, :, :5], causal=causal)
-        )
+        assert_close(call(mixer, q, k, v, causal=causal, key_mask=mask), call(mixer, q, k[:, :, :5], v[:, :, :5], causal=causal))
 
 
 @every

@@ -9,7 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from cosformer import mixers
-from cosformer.nn_mixer_part import MixerAttention
+from cosformer.nn import MixerAttention
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -81,11 +81,11 @@ def test_options_reach_the_mixer_and_bad_ones_are_named():
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_picture_is_drawn_of_the_matrices_themselves(tmp_path, monkeypatch, causal):
     pytest.importorskip("matplotlib")
-    from cosformer import picture, report_matrices_part
+    from cosformer import picture, report
 
     drawn = {}
-    real = report_matrices_part.matrices
-    monkeypatch.setattr(report_matrices_part, "matrices", lambda panels, path: drawn.update(panels) or real(panels, path))
+    real = report.matrices
+    monkeypatch.setattr(report, "matrices", lambda panels, path: drawn.update(panels) or real(panels, path))
     path = picture.draw(["softmax", "cosformer", "relu"], tmp_path / "attention.png", length=12, head_dim=8, causal=causal)
     assert path.read_bytes().startswith(b"\x89PNG")
     assert list(drawn) == ["softmax", "cosFormer", "cosFormer, no re-weighting", "cosine of the distance"]
@@ -100,8 +100,6 @@ def test_a_picture_is_drawn_of_the_matrices_themselves(tmp_path, monkeypatch, ca
 def test_importing_mixers_imports_nothing_heavy():
     import subprocess
 
-    code = (
-        "import sys, cosformer.mixers, cosformer.picture; print({'matplotlib', 'transformers', 'triton'} & set(sys.modules))"
-    )
+    code = "import sys, cosformer.mixers, cosformer.picture; print({'matplotlib', 'transformers', 'triton'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"

@@ -251,9 +251,7 @@ def sparse_pattern(pattern, length, stride, columns):
 
 @both
 @pytest.mark.parametrize("length", [1, 12, 37])
-@pytest.mark.parametrize(
-    ("pattern", "stride", "columns"), [("strided", 5, 0), ("fixed", 5, 2), ("fixed", 8, 8), ("strided", 1, 0)]
-)
+@pytest.mark.parametrize(("pattern", "stride", "columns"), [("strided", 5, 0), ("fixed", 5, 2), ("fixed", 8, 8), ("strided", 1, 0)])
 def test_sparse_is_masked_softmax_over_the_papers_sets(causal, length, pattern, stride, columns):
     q, k, v = qkv(length)
     mixer = build("sparse", pattern=pattern, stride=stride, columns=columns)
@@ -274,9 +272,7 @@ def bigbird_blocks(mixer, blocks):
 
 
 @pytest.mark.parametrize("length", [4, 29, 60])
-@pytest.mark.parametrize(
-    "options", [{"global_blocks": ()}, {"global_blocks": (0, 0)}, {"random": 2}, {"window": 5, "random": 0}]
-)
+@pytest.mark.parametrize("options", [{"global_blocks": ()}, {"global_blocks": (0, 0)}, {"random": 2}, {"window": 5, "random": 0}])
 def test_bigbird_is_masked_softmax_over_its_blocks(length, options):
     mixer, (q, k, v) = build("bigbird", block=4, **options), qkv(length)
     table = bigbird_blocks(mixer, -(-length // 4))

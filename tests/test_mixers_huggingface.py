@@ -69,9 +69,7 @@ def test_bigbird_is_bigbird(padding, monkeypatch):
 
     block, n = 4, 10
     theirs = BigBirdBlockSparseAttention(transformers.BigBirdConfig(**SIZES, block_size=block, num_random_blocks=2)).eval()
-    ours = mixers.build(
-        "bigbird", heads=HEADS, head_dim=DIM, max_length=block * n, block=block, random=2, global_blocks=(0, -1)
-    )
+    ours = mixers.build("bigbird", heads=HEADS, head_dim=DIM, max_length=block * n, block=block, random=2, global_blocks=(0, -1))
     kept = torch.arange(block * n).expand(2, -1) < block * n - padding
     if padding:  # theirs takes the last block of the padded length as global, ours that of the row's own tokens
         ours.global_blocks = (0, n - 1)

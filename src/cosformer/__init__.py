@@ -1,7 +1,7 @@
 """Exact linear-cost attention for PyTorch: cosFormer and what it is compared with."""
 
-from .nn import CosformerAttention
+from .nn import CosformerAttention, MixerAttention
 from .ops import State, cosformer_attention, cosformer_stream
 
 __version__ = "0.1.0.dev0"
-__all__ = ["CosformerAttention", "State", "cosformer_attention", "cosformer_stream"]
+__all__ = ["CosformerAttention", "MixerAttention", "State", "cosformer_attention", "cosformer_stream"]

@@ -1,4 +1,4 @@
-"""cosformer bench: time and memory of attention operators beside their peers, in one interleaved run -> a table and JSON lines.
+"""cosformer bench: time and memory of attention beside its peers, in one interleaved run -> a table and JSON lines.
 
 Speed is reported only for operators that agree with the definition, on the machine that runs, as medians with their spread.
 The limit is the machine's own: the best rate of torch's batched matrix product over a few shapes, measured in the same run.
@@ -306,10 +306,8 @@ def main(argv: list[str] | None = None) -> None:
     kinds = {(c.operator, c.causal, c.size, c.dtype): c for c in todo if c.operator != "softmax" and c.work != "step"}
     errors = {kind: check(case) for kind, case in kinds.items()}
     for (name, causal, size, dtype), difference in errors.items():
-        print(
-            f"largest difference from the definition, {name}, {'causal' if causal else 'bidirectional'}, {size}, {dtype}: {difference:.1e}"mode = "causal" if causal else "bidirectional"
+        mode = "causal" if causal else "bidirectional"
         print(f"largest difference from the definition, {name}, {mode}, {size}, {dtype}: {difference:.1e}")
-        )
     rows = measure(todo, seconds=args.seconds, progress=show)
     for row, case in zip(rows, todo, strict=True):
         row |= {"bench": "operators", "error": errors.get((case.operator, case.causal, case.size, case.dtype)), **here}

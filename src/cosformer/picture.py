@@ -1,5 +1,6 @@
 """draw: the attention matrices of any mixers on the same q and k, as one PNG (`cosformer picture`)."""
 
+import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from .mixers import build, weights
+from .mixers import build, names, weights
 
 TITLES = {"softmax": "softmax", "cosformer": "cosFormer", "relu": "cosFormer, no re-weighting"}
 
@@ -26,7 +27,7 @@ def example(length: int, head_dim: int, *, seed: int = 0) -> tuple[Tensor, Tenso
 
 
 def draw(
-    names: Sequence[str],
+    mixers: Sequence[str],
     path: str | Path,
     *,
     length: int = 64,
@@ -43,7 +44,7 @@ def draw(
 
     >>> draw(["softmax", "cosformer", "relu"], "attention.png")
     """
-    from .report_matrices_part import matrices  # matplotlib is an extra
+    from .report import matrices  # matplotlib is an extra
 
     if (q is None) != (k is None):
         raise ValueError("q and k are given together, or neither is")
@@ -51,7 +52,7 @@ def draw(
         q, k = example(length, head_dim, seed=seed)
     L, S, D = q.shape[2], k.shape[2], q.shape[3]
     panels = {}
-    for name in names:
+    for name in mixers:
         mixer = build(name, heads=1, head_dim=D, max_length=max(L, S), **(options or {}).get(name, {}))
         with torch.no_grad():
             panels[TITLES.get(name, name)] = weights(mixer, q, k, causal=causal)[0, 0].float()
@@ -60,3 +61,18 @@ def draw(
     if causal:  # the future is left blank: a zero would look like a weight that happens to be small
         panels = {name: matrix.masked_fill(lag < 0, math.nan) for name, matrix in panels.items()}
     return matrices({name: matrix.numpy() for name, matrix in panels.items()}, path)
+
+
+def main(argv: list[str] | None = None) -> None:
+    p = argparse.ArgumentParser(prog="cosformer picture", description="Draw the attention matrices of mixers on the same q and k.")
+    p.add_argument("mixers", nargs="*", default=["softmax", "cosformer", "relu"], help=f"any of {', '.join(names())}")
+    p.add_argument("--out", type=Path, default=Path("attention.png"))
+    p.add_argument("--length", type=int, default=64)
+    p.add_argument("--head-dim", type=int, default=32)
+    p.add_argument("--causal", action="store_true")
+    p.add_argument("--seed", type=int, default=0)
+    args = p.parse_args(argv)
+    try:
+        print(draw(args.mixers, args.out, length=args.length, head_dim=args.head_dim, causal=args.causal, seed=args.seed))
+    except ValueError as wrong:
+        raise SystemExit(f"cosformer picture: {wrong}") from None

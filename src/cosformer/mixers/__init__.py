@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..ops.linear import _check_tensors
+from ..ops.linear import check_tensors
 
 Admission = bool | str  # True, or the reason why not
 
@@ -57,9 +57,7 @@ class Mixer(nn.Module):
         q, k, v = self._prepare(q, k, v, key_mask, offset=0)
         return self.mix(q, k, v, causal=causal, key_mask=key_mask)
 
-    def stream(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Any = None, *, key_mask: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
+    def stream(self, q: Tensor, k: Tensor, v: Tensor, state: Any = None, *, key_mask: Tensor | None = None) -> tuple[Tensor, Any]:
         """Causal attention over the next tokens of a stream; returns their output and the state to pass with those after them.
 
         However a stream is cut, its output is that of one causal call over the whole.
@@ -97,11 +95,9 @@ class Mixer(nn.Module):
             raise ValueError(f"mixer {self.name!r} does not do {said}: {reason}")
 
     def _check(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
-        _check_tensors(q, k, v, key_mask)
+        check_tensors(q, k, v, key_mask)
         if (q.shape[1], q.shape[3]) != (self.heads, self.head_dim):
-            raise ValueError(
-                f"q must have {self.heads} heads of size {self.head_dim}, as the mixer has; got q {tuple(q.shape)}"
-            )
+            raise ValueError(f"q must have {self.heads} heads of size {self.head_dim}, as the mixer has; got q {tuple(q.shape)}")
 
     def _prepare(self, q, k, v, key_mask, *, offset: int) -> tuple[Tensor, Tensor, Tensor]:
         if key_mask is not None:  # a selection, not a product: NaN in a masked key must not survive

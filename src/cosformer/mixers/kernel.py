@@ -7,50 +7,20 @@
     elu          phi(x) = elu(x) + 1
 
 relu, identity and leaky_relu are the cosFormer paper's study of what softmax does (Qin et al., 2022, arXiv:2202.08791). The
-last two have weights of both signs, so their normaliser may come near zero or change sign: it is kept at least EPS away from
-zero, on its own side. (Clamping it from below, as for the others, would turn every negative sum into EPS.)
+last two have weights of both signs, so their normaliser may come near zero or change sign: the core keeps it away from zero on
+its own side (`signed`). Clamping it from below, as for the others, would turn every negative sum into eps.
 """
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.linear import State, linear_attention, linear_stream
+from ..ops.linear import linear_attention, linear_stream
 from . import Admission, Mixer, register
-
-EPS = 1e-6
-# ops.linear divides by max(z, eps), so an eps above every z asks for the bare sums; a power of two makes the division exact.
-BARE = 2.0**60
-
-
-def signed_attention(q: Tensor, k: Tensor, v: Tensor, *, eps: float = EPS, **options) -> Tensor:
-    """`linear_attention` for weights of both signs: n_i / z_i with |z_i| >= eps on the side of zero where z_i lies."""
-    q, k, u = _with_ones(q, k, v)
-    return _divide(linear_attention(q, k, u, eps=BARE, **options), eps).to(v.dtype)
-
-
-def signed_stream(
-    q: Tensor, k: Tensor, v: Tensor, state: State | None, *, eps: float = EPS, **options
-) -> tuple[Tensor, State]:
-    """`linear_stream` for weights of both signs."""
-    q, k, u = _with_ones(q, k, v)
-    out, state = linear_stream(q, k, u, state, eps=BARE, **options)
-    return _divide(out, eps).to(v.dtype), state
-
-
-def _with_ones(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The inputs in the accumulation dtype, the values with a column of ones, whose sum is the normaliser."""
-    dtype = torch.promote_types(v.dtype, torch.float32)
-    return q.to(dtype), k.to(dtype), F.pad(v.to(dtype), (0, 1), value=1.0)
-
-
-def _divide(sums: Tensor, eps: float) -> Tensor:
-    sums = sums * BARE
-    n, z = sums[..., :-1], sums[..., -1:]
-    return n / torch.where(z.abs() < eps, torch.where(z < 0, -eps, eps), z)
 
 
 class Kernel(Mixer):
@@ -72,14 +42,14 @@ class Kernel(Mixer):
         return None
 
     def mix(self, q, k, v, *, causal, key_mask):
-        attend = signed_attention if self.signed else linear_attention
-        options = {"horizon": self.horizon, "relu": self.relu, "decay": self.rates(), "key_mask": key_mask}
-        return attend(self.phi(q), self.phi(k), v, causal=causal, **options)
+        return linear_attention(self.phi(q), self.phi(k), v, causal=causal, **self._options(key_mask))
 
     def step(self, q, k, v, state, *, key_mask):
-        stream = signed_stream if self.signed else linear_stream
-        options = {"horizon": self.horizon, "relu": self.relu, "decay": self.rates(), "key_mask": key_mask}
-        return stream(self.phi(q), self.phi(k), v, state, **options)
+        return linear_stream(self.phi(q), self.phi(k), v, state, **self._options(key_mask))
+
+    def _options(self, key_mask: Tensor | None) -> dict[str, Any]:
+        decay, signed = self.rates(), self.signed
+        return {"horizon": self.horizon, "relu": self.relu, "signed": signed, "decay": decay, "key_mask": key_mask}
 
     def state_size(self):
         features = self.head_dim * (1 if self.horizon == math.inf else 2)

@@ -70,9 +70,7 @@ class Nystrom(Mixer):
         if conv is not None and (conv < 1 or conv % 2 == 0):
             raise ValueError(f"conv must be None or an odd width; got {conv}")
         self.landmarks, self.iterations = landmarks, iterations
-        self.conv = (
-            None if conv is None else nn.Conv2d(heads, heads, (conv, 1), padding=(conv // 2, 0), groups=heads, bias=False)
-        )
+        self.conv = None if conv is None else nn.Conv2d(heads, heads, (conv, 1), padding=(conv // 2, 0), groups=heads, bias=False)
 
     def mix(self, q, k, v, *, causal, key_mask):
         dtype = torch.promote_types(q.dtype, torch.float32)  # the iterated inverse needs the digits

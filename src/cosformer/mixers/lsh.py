@@ -87,7 +87,9 @@ class Reformer(Mixer):
 
         lag = i[..., None] - j[..., None, :]
         allowed = _meet(code, i, j, C)
-        met = sum(_meet(c.unsqueeze(2).expand_as(code), i, j, C).float() for c in code.unbind(2))  # in how many rounds
+        met = torch.zeros((), device=q.device)  # in how many rounds
+        for c in code.unbind(2):  # one at a time: all at once would take as much memory again for each
+            met = met + _meet(c.unsqueeze(2).expand_as(code), i, j, C)
         if causal:
             allowed = allowed & (lag >= 0)
         bias = torch.where(lag == 0, SELF, 0.0) - met.clamp_min(1).log()

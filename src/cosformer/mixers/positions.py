@@ -126,9 +126,7 @@ class ConvSPE(nn.Module):
     def _encode(self, x: Tensor, start: int, taps: Tensor) -> Tensor:
         N, D = x.shape[2:]
         if start + N > self.max_length:
-            raise ValueError(
-                f"conv_spe has noise for max_length = {self.max_length} positions; got positions up to {start + N}"
-            )
+            raise ValueError(f"conv_spe has noise for max_length = {self.max_length} positions; got positions up to {start + N}")
         dtype = torch.promote_types(x.dtype, torch.float32)
         generator = torch.Generator().manual_seed(int(self.seed))
         noise = torch.randn(self.max_length + self.taps - 1, D, D, generator=generator)  # position p has row p + taps - 1

@@ -8,6 +8,7 @@ The draws are buffers: drawn from the option `seed`, saved with the module, and 
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 from ..ops.linear import State, linear_attention, linear_stream
 from . import Mixer, register
-from .kernel import signed_attention, signed_stream
 
 TINY = 1e-20  # the smallest normaliser of positive features: their sums may be small without being nothing
 
@@ -84,7 +84,7 @@ class Performer(Mixer):
         if causal:
             k, v, key_mask = _aligned(q.shape[2], k, v, key_mask)
             k, rates, _ = self._running(k, key_mask, None)
-            options = {"causal": True, "decay": rates}
+            options: dict[str, Any] = {"causal": True, "decay": rates}
         else:
             e = self._key_exponents(k, key_mask)
             top = e.detach().amax((-2, -1), keepdim=True)
@@ -179,11 +179,13 @@ class RandomFeatureAttention(Mixer):
         if causal:
             k, v, key_mask = _aligned(q.shape[2], k, v, key_mask)
         k, rates = self._gated(k)
-        return signed_attention(self.phi(q), k, v, causal=causal, key_mask=key_mask, decay=rates)
+        options = {"causal": causal, "key_mask": key_mask, "decay": rates}
+        return linear_attention(self.phi(q), k, v.to(k.dtype), signed=True, **options).to(v.dtype)
 
     def step(self, q, k, v, state, *, key_mask):
         k, rates = self._gated(k)
-        return signed_stream(self.phi(q), k, v, state, key_mask=key_mask, decay=rates)
+        out, state = linear_stream(self.phi(q), k, v.to(k.dtype), state, signed=True, key_mask=key_mask, decay=rates)
+        return out.to(v.dtype), state
 
     def state_size(self):
         return self.heads * 2 * len(self.projection) * (self.head_dim + 1)

@@ -118,7 +118,7 @@ class Sparse(Mixer):
         down = inside.transpose(1, 2)[:, None, :, None, :]  # (B, 1, C, 1, n)
         if causal:
             down = down & torch.ones(n, n, dtype=torch.bool, device=i.device).tril()
-        out, log = attend(*(x.transpose(2, 3) for x in (rows, keys, values)), down)
+        out, log = attend(rows.transpose(2, 3), keys.transpose(2, 3), values.transpose(2, 3), down)
         return window, (out.transpose(2, 3), log.transpose(2, 3))
 
     def _fixed(self, rows, keys, values, inside, i, causal):

@@ -134,7 +134,7 @@ def linear_attention(
     is for features that can be negative, where the normaliser keeps its sign and only its size is held above eps.
     """
     q, k, v = _autocast(q, k, v)
-    _check_tensors(q, k, v, key_mask)
+    check_tensors(q, k, v, key_mask)
     L, S = q.shape[2], k.shape[2]
     if not isinstance(q_offset, int | torch.SymInt) or isinstance(q_offset, bool):
         raise TypeError(f"q_offset must be an int, the position of the first query among the keys; got {type(q_offset).__name__}")
@@ -169,7 +169,7 @@ def linear_stream(
 ) -> tuple[Tensor, State]:
     """Causal `linear_attention` over the next tokens of a stream; returns their output and the state after them."""
     q, k, v = _autocast(q, k, v)
-    _check_tensors(q, k, v, key_mask)
+    check_tensors(q, k, v, key_mask)
     if q.shape[2] != k.shape[2]:
         raise ValueError(f"q has length {q.shape[2]} and k has {k.shape[2]}; a stream takes as many queries as keys")
     horizons = _horizons(horizon, q.shape[1])
@@ -203,7 +203,7 @@ def linear_state(
     """The state of all keys, for `linear_read`: cross attention's memory, built once and read at constant cost."""
     q = k[:, :1, :0].expand(-1, heads, -1, -1)  # no query asks yet
     q, k, v = _autocast(q, k, v)
-    _check_tensors(q, k, v, key_mask)
+    check_tensors(q, k, v, key_mask)
     _check_backend(backend)
     horizons = _horizons(horizon, heads)
     _, _, tensor = _attend(q, k, v, None, key_mask, None, None, horizons, False, 0, 0, relu, False, 1e-6, backend, True)
@@ -225,7 +225,7 @@ def linear_read(
     B, H, _, columns = state.tensor.shape
     k, v = q.new_empty(B, H, 0, q.shape[-1]), q.new_empty(B, H, 0, columns - 1)
     q, k, v = _autocast(q, k, v)
-    _check_tensors(q, k, v, None)
+    check_tensors(q, k, v, None)
     _check_backend(backend)
     horizons = _horizons(horizon, H)
     _check_state(state.tensor, q, v, horizons)
@@ -249,7 +249,7 @@ def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _check_tensors(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
+def check_tensors(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")

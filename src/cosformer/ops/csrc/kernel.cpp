@@ -204,8 +204,9 @@ class Task {
     // these into the states before each span, and then the spans run like sequences of their own.  The first span needs no scan: it
     // is done at once, and is short so as to take no longer than finding the others' contributions.  Nobody asks the last for its own.
     void sweep(const Axis &axis, const Sweep &sweep, Carry &carry, Step step, bool keep) {
+        const Push after = keep ? Push::All : Push::AllButLast;
         int64_t count = axis.count(), threads = threads_for(axis);
-        if (threads == 1) return run(worker_, axis, sweep, 0, count, carry, step, true, keep);
+        if (threads == 1) return run(worker_, axis, sweep, 0, count, carry, step, true, after);
 
         constexpr double share = 0.4;  // of the work on a chunk goes into the state
         auto begin = [&](int64_t span) { return span ? static_cast<int64_t>(count * (span - 1 + share) / (threads + share)) : 0; };
@@ -215,7 +216,7 @@ class Task {
         std::vector<Carry> at = spans(threads, fresh, memory);
         in_parallel(threads, threads, [&](int64_t i) {
             Worker worker(s);
-            run(worker, axis, sweep, begin(i), begin(i + 1), i ? at[i] : carry, step, !i, true);
+            run(worker, axis, sweep, begin(i), begin(i + 1), i ? at[i] : carry, step, !i, Push::All);
         });
         for (int64_t i = 1; i < threads; i++) {
             advance(carry.s, at[i].s, at[i].decay);
@@ -224,20 +225,20 @@ class Task {
         in_parallel(threads, threads, [&](int64_t i) {
             Worker worker(s);
             bool last = i + 1 == threads;
-            run(worker, axis, sweep, begin(i + 1), last ? count : begin(i + 2), last ? carry : at[i + 1], step, true, keep || !last);
+            run(worker, axis, sweep, begin(i + 1), last ? count : begin(i + 2), last ? carry : at[i + 1], step, true, after);
         });
     }
 
     // Without decay or causality the order does not matter: everything is pushed into one state ...
     void collect(const Axis &axis, Carry &carry, Step step) {
         int64_t count = axis.count(), threads = threads_for(axis);
-        if (threads == 1) return run(worker_, axis, Sweep(), 0, count, carry, step, true, true);
+        if (threads == 1) return run(worker_, axis, Sweep(), 0, count, carry, step, true, Push::All);
 
         std::vector<float> memory;
         std::vector<Carry> at = spans(threads, carry, memory);
         in_parallel(threads, threads, [&](int64_t i) {
             Worker worker(s);
-            run(worker, axis, Sweep(), count * i / threads, count * (i + 1) / threads, at[i], step, true, true);
+            run(worker, axis, Sweep(), count * i / threads, count * (i + 1) / threads, at[i], step, true, Push::All);
         });
         for (Carry &span : at) {
             if (carry.s.at != span.s.at) advance(carry.s, span.s, 1);
