@@ -76,10 +76,9 @@ def mask(
 ) -> Tensor | None:
     """transformers' mask function: the padding mask (B, S), True = keep, or None where nothing is padded."""
     if mask_function not in (causal_mask_function, bidirectional_mask_function):
-        raise ValueError(
-            "cosformer attention knows causal, bidirectional and padding masks; this layer asks for another pattern "
-            "(a sliding window, chunks, packed sequences marked by position_ids, or a mask function of its own)"
-        )
+        # Another pattern. Some architectures make masks that no layer uses, so this one is refused where a layer does: its shape
+        # says what it is, and it holds one element.
+        return torch.empty((), dtype=torch.bool, device=kwargs.get("device")).expand(batch_size, 1, q_length, kv_length)
     if isinstance(q_offset, Tensor) or (mask_function is causal_mask_function and q_offset + q_length != kv_length):
         raise ValueError("cosformer attention needs a dynamic cache, whose keys end at the last query; this one is preallocated")
     if attention_mask is None:
@@ -100,8 +99,8 @@ def key_mask(attention_mask: Tensor | None, key: Tensor) -> Tensor | None:
         return None
     if attention_mask.ndim != 2:
         raise ValueError(
-            "attention_mask must be a padding mask (batch, keys) = "
-            f"{(key.shape[0], key.shape[2])} with cosformer attention; got shape {tuple(attention_mask.shape)}"
+            f"attention_mask must be a padding mask (batch, keys) = {(key.shape[0], key.shape[2])} with cosformer attention; got shape "
+            f"{tuple(attention_mask.shape)}, the mask of another pattern (given by hand, a sliding window, chunks, packed sequences)"
         )
     return attention_mask.to(torch.bool)
 
