@@ -1,5 +1,7 @@
 """Decay rates for a model's heads: the constant ladder, and the gate that scales it by what the layer reads."""
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -8,8 +10,8 @@ LARGEST_EXPONENT = 20.0  # a rate of e^20 / 4 already forgets everything; an inf
 
 def ladder(heads: int, max_positions: int, *, device: torch.device | None = None) -> Tensor:
     """One rate per head (H,), geometric from 1/4 (a few tokens) down to 1 / max_positions (the whole context)."""
-    fastest, slowest = torch.tensor([0.25, 1 / max_positions], dtype=torch.float64).log()
-    return torch.linspace(fastest, slowest, heads, dtype=torch.float64).exp().to(device, torch.float32)
+    step = math.log(4 / max_positions) / max(heads - 1, 1)
+    return torch.tensor([math.exp(h * step) / 4 for h in range(heads)], device=device)
 
 
 class DecayGate(nn.Linear):

@@ -5,7 +5,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM, LlamaModel
 
 from .configuration import CosformerConfig
-from .mixing import CosformerPreTrained, SelfMixing, check_padding_mask, refuse_weights
+from .mixing import CosformerPreTrained, SelfMixing, check_cache, check_padding_mask, refuse_weights
 
 
 class CosformerAttention(LlamaAttention):
@@ -50,8 +50,10 @@ class CosformerModel(CosformerPreTrained, LlamaModel):
             use_cache = self.config.use_cache and not self.training
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
+        check_cache(past_key_values)
         if past_key_values is None and attention_mask is None:
-            kwargs["cu_seqlens"] = kwargs.get("cu_seq_lens_q", packed_boundaries(position_ids))
+            boundaries = kwargs.get("cu_seq_lens_q")
+            kwargs["cu_seqlens"] = packed_boundaries(position_ids) if boundaries is None else boundaries
         kwargs["key_mask"] = attention_mask
         if "full_attention" not in self.config.layer_types:
             attention_mask = position_ids = None  # only softmax layers read them, and their mask is quadratic
@@ -80,8 +82,13 @@ class CosformerForCausalLM(CosformerPreTrained, LlamaForCausalLM):
 
 def packed_boundaries(position_ids: Tensor | None) -> Tensor | None:
     """Where sequences packed into one row begin, told from positions that start again; None for one plain sequence."""
-    if position_ids is None or torch.compiler.is_compiling():
+    if position_ids is None:
         return None
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "position_ids may mark packed sequences, which a compiled graph cannot look for; also pass attention_mask (one sequence "
+            "a row) or cu_seq_lens_q (packed)"
+        )
     starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
     if not bool(starts.any()):
         return None

@@ -1,4 +1,7 @@
-"""The encoder: BERT's architecture and heads with linear layers."""
+"""The encoder: BERT's architecture and heads with linear layers.
+
+BERT's heads average their loss themselves, so the Trainer must not hand them num_items_in_batch: `accepts_loss_kwargs = False`.
+"""
 
 from torch import Tensor
 from transformers.models.bert.modeling_bert import (
@@ -47,6 +50,7 @@ class CosformerEncoderModel(CosformerPreTrained, BertModel):
 
 class CosformerForMaskedLM(CosformerPreTrained, BertForMaskedLM):
     config: CosformerEncoderConfig
+    accepts_loss_kwargs = False
 
     def __init__(self, config: CosformerEncoderConfig):
         super().__init__(config)
@@ -56,6 +60,7 @@ class CosformerForMaskedLM(CosformerPreTrained, BertForMaskedLM):
 
 class CosformerForSequenceClassification(CosformerPreTrained, BertForSequenceClassification):
     config: CosformerEncoderConfig
+    accepts_loss_kwargs = False
 
     def __init__(self, config: CosformerEncoderConfig):
         super().__init__(config)
@@ -65,6 +70,7 @@ class CosformerForSequenceClassification(CosformerPreTrained, BertForSequenceCla
 
 class CosformerForTokenClassification(CosformerPreTrained, BertForTokenClassification):
     config: CosformerEncoderConfig
+    accepts_loss_kwargs = False
 
     def __init__(self, config: CosformerEncoderConfig):
         super().__init__(config)

@@ -87,7 +87,7 @@ class CosformerPreTrained:
             )
         cache = model_kwargs["past_key_values"] = self.new_cache()
         if generation_mode.value == "assisted_generation" or generation_config.is_assistant:
-            cache.activate_past_recording()
+            getattr(cache, "self_attention_cache", cache).activate_past_recording()
 
 
 def refuse_weights(config, kwargs: dict) -> None:
@@ -99,3 +99,8 @@ def refuse_weights(config, kwargs: dict) -> None:
 def check_padding_mask(name: str, mask: Tensor | None) -> None:
     if mask is not None and mask.ndim != 2:
         raise ValueError(f"{name} must be a padding mask (batch, length) in a model with linear layers; got shape {tuple(mask.shape)}")
+
+
+def check_cache(cache) -> None:
+    if cache is not None and not isinstance(cache, CosformerCache):
+        raise TypeError(f"past_key_values must be the cache model.new_cache() makes; got {type(cache).__name__}")

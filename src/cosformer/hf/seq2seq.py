@@ -12,7 +12,7 @@ from transformers.models.bart.modeling_bart import (
 
 from .cache import encoder_decoder_cache
 from .configuration import CosformerSeq2SeqConfig
-from .mixing import CosformerPreTrained, SelfMixing, check_padding_mask, cross_mixing, refuse_weights
+from .mixing import CosformerPreTrained, SelfMixing, check_cache, check_padding_mask, cross_mixing, refuse_weights
 
 
 class CosformerSeq2SeqAttention(BartAttention):
@@ -96,6 +96,8 @@ class CosformerSeq2SeqDecoder(CosformerPreTrained, BartDecoder):
             use_cache = self.config.use_cache and not self.training
         if use_cache and past_key_values is None:
             past_key_values = encoder_decoder_cache(self.config.layer_types)
+        if past_key_values is not None:
+            check_cache(own_tokens(past_key_values))
         kwargs |= {"key_mask": attention_mask, "cross_mask": encoder_attention_mask}
         if "full_attention" not in self.config.layer_types:
             attention_mask = encoder_attention_mask = None  # only softmax layers read them
@@ -123,6 +125,7 @@ class CosformerSeq2SeqModel(CosformerPreTrained, BartModel):
 
 class CosformerForConditionalGeneration(CosformerPreTrained, BartForConditionalGeneration):
     config: CosformerSeq2SeqConfig
+    accepts_loss_kwargs = False  # BART averages its loss itself, so the Trainer must not hand it num_items_in_batch
 
     def __init__(self, config: CosformerSeq2SeqConfig):
         super().__init__(config)
