@@ -246,7 +246,7 @@ def test_seq2seq_cache_changes_nothing(fields, options):
     cached = text(model, ids, **options)
     torch.manual_seed(5)
     assert torch.equal(cached, text(model, ids, use_cache=False, **options))
-    assert len(cached.unique()) > 4
+    assert len(cached.unique()) > 3  # the two rows move between a few tokens
 
 
 @pytest.mark.parametrize("fields", SEQ2SEQ.values(), ids=SEQ2SEQ)

@@ -8,7 +8,7 @@ from .configuration import CosformerConfig
 from .mixing import CosformerPreTrained, SelfMixing, check_cache, check_padding_mask, refuse_weights
 
 
-class CosformerAttention(LlamaAttention):
+class CosformerDecoderAttention(LlamaAttention):
     """Llama's projections around cosFormer mixing."""
 
     def __init__(self, config: CosformerConfig, layer_idx: int):
@@ -31,7 +31,7 @@ class CosformerModel(CosformerPreTrained, LlamaModel):
         super().__init__(config)
         for i, kind in enumerate(config.layer_types):
             if kind == "linear_attention":
-                self.layers[i].self_attn = CosformerAttention(config, i)
+                self.layers[i].self_attn = CosformerDecoderAttention(config, i)
         self.post_init()
 
     def forward(

@@ -1,0 +1,90 @@
+"""cosformer generate: continue a prompt with a saved model, token by token on the terminal."""
+
+import argparse
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Thread
+
+
+def load(directory: str | Path):
+    """The model and tokenizer saved in a directory; SystemExit says what is missing."""
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+
+    from . import hf  # noqa: F401  registers the Cosformer model types
+
+    directory = Path(directory)
+    if not directory.is_dir():
+        raise SystemExit(f"--model {directory}: there is no such directory")
+    needed = {"config.json": ("config.json",), "weights": ("*.safetensors",), "tokenizer": ("tokenizer*", "vocab*", "spiece.model")}
+    for what, patterns in needed.items():
+        if not any(path for pattern in patterns for path in directory.glob(pattern)):
+            raise SystemExit(f"--model {directory}: no {what} in it ({', '.join(patterns)}); save_pretrained writes a whole model")
+    try:
+        config = AutoConfig.from_pretrained(directory, local_files_only=True)
+        auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        model = auto.from_pretrained(directory, local_files_only=True, **attention_of(config))
+        tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+    except (ValueError, OSError, KeyError) as error:
+        raise SystemExit(f"--model {directory}: {error}") from error
+    return model.eval(), tokenizer
+
+
+def attention_of(config) -> dict:
+    """A foreign architecture that carries cosFormer options was trained with them; its saved config does not say so itself."""
+    return {"attn_implementation": "cosformer"} if getattr(config, "cosformer", None) is not None else {}
+
+
+def generate(model, tokenizer, prompt: str, **options) -> Iterator[str]:
+    """Yield the continuation of a prompt piece by piece; options are those of transformers' `generate`."""
+    from transformers import TextIteratorStreamer
+
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    streamer = TextIteratorStreamer(tokenizer, skip_prompt=not model.config.is_encoder_decoder, skip_special_tokens=True)
+    failure = []
+
+    def work() -> None:
+        try:
+            model.generate(**inputs, streamer=streamer, **options)
+        except Exception as error:  # raised again in the caller's thread
+            failure.append(error)
+            streamer.end()
+
+    thread = Thread(target=work, daemon=True)
+    thread.start()
+    yield from streamer
+    thread.join()
+    if failure:
+        raise failure[0]
+
+
+def main(argv: list[str]) -> None:
+    parser = argparse.ArgumentParser("cosformer generate", description=__doc__)
+    parser.add_argument("--model", required=True, metavar="DIR", help="a directory written by save_pretrained, with its tokenizer")
+    parser.add_argument("--prompt", required=True, help="the text to continue, or - to read it from standard input")
+    parser.add_argument("--max-new-tokens", type=int, default=100)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token; higher is more varied")
+    parser.add_argument("--top-k", type=int, default=50, help="sample among this many tokens (with --temperature)")
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args(argv)
+    if given.max_new_tokens < 1:
+        parser.error(f"--max-new-tokens is {given.max_new_tokens}; it must be at least 1")
+    if given.temperature < 0:
+        parser.error(f"--temperature is {given.temperature}; it must be 0 or more")
+    prompt = sys.stdin.read() if given.prompt == "-" else given.prompt
+    if not prompt:
+        parser.error("--prompt is empty; there is nothing to continue")
+    model, tokenizer = load(given.model)
+
+    import torch
+
+    torch.manual_seed(given.seed)
+    options = {"max_new_tokens": given.max_new_tokens, "do_sample": given.temperature > 0}
+    if given.temperature > 0:
+        options |= {"temperature": given.temperature, "top_k": given.top_k}
+    try:
+        for piece in generate(model, tokenizer, prompt, **options):
+            print(piece, end="", flush=True)
+    except ValueError as error:  # such as a prompt longer than the horizon
+        raise SystemExit(f"\ncosformer generate: {error}") from error
+    print()
