@@ -4,6 +4,7 @@ import argparse
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from queue import Queue
 from threading import Thread
 
 
@@ -37,25 +38,55 @@ def attention_of(config) -> dict:
 
 def generate(model, tokenizer, prompt: str, **options) -> Iterator[str]:
     """Yield the continuation of a prompt piece by piece; options are those of transformers' `generate`."""
-    from transformers import TextIteratorStreamer
-
     inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
-    streamer = TextIteratorStreamer(tokenizer, skip_prompt=not model.config.is_encoder_decoder, skip_special_tokens=True)
+    pieces = Pieces(tokenizer)
     failure = []
 
     def work() -> None:
         try:
-            model.generate(**inputs, streamer=streamer, **options)
+            model.generate(**inputs, streamer=pieces, **options)
         except Exception as error:  # raised again in the caller's thread
             failure.append(error)
-            streamer.end()
+            pieces.end()
 
     thread = Thread(target=work, daemon=True)
     thread.start()
-    yield from streamer
+    yield from iter(pieces.queue.get, None)
     thread.join()
     if failure:
         raise failure[0]
+
+
+class Pieces:
+    """A transformers streamer that queues text as soon as its bytes are whole; transformers' own waits for the end of a word."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.queue = tokenizer, Queue()
+        self.tokens: list[int] = []
+        self.sent = 0  # characters of this line
+        self.prompt = True
+
+    def put(self, value) -> None:
+        if self.prompt:  # generate hands over the prompt first
+            self.prompt = False
+            return
+        self.tokens += value.flatten().tolist()
+        if not (text := self.text()).endswith("\ufffd"):  # an unfinished character
+            self.send(text)
+
+    def end(self) -> None:
+        self.send(self.text())
+        self.queue.put(None)
+
+    def text(self) -> str:
+        return self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+
+    def send(self, text: str) -> None:
+        if len(text) > self.sent:
+            self.queue.put(text[self.sent :])
+            self.sent = len(text)
+        if text.endswith("\n"):  # a line is decoded from its own tokens, so the cost of a token does not grow
+            self.tokens, self.sent = [], 0
 
 
 def main(argv: list[str]) -> None:
