@@ -3,6 +3,8 @@
 Importing this package registers both with transformers.
 """
 
+import importlib.util
+
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -55,6 +57,11 @@ MODELS = {  # config: (Auto class, model) pairs
 }
 
 interface.register()
+if importlib.util.find_spec("cosformer.mixers"):  # TODO: unconditional, with the other imports, once the mixers are merged
+    from .mixers import attach, register
+
+    register()
+    __all__ += ["attach"]
 for config, models in MODELS.items():
     AutoConfig.register(config.model_type, config, exist_ok=True)
     for auto, model in models:

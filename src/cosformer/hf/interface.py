@@ -53,8 +53,7 @@ def attention(
             f"cosformer attention has no weights to drop: the attention dropout of {dropout:g} in {type(module).__name__} is not "
             "applied. Set it to 0 in the config to silence this."
         )
-    causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    causal = causal and getattr(module.config, "is_causal", True) is not False
+    causal = is_causal_attention(module, is_causal)
     cross = is_cross_attention(module, causal=causal)
     options = {"horizon": math.inf} if cross else self_options(module.config, heads=query.shape[1], device=query.device)
     offset = key.shape[2] - query.shape[2] if causal else 0  # a cache holds the keys before the queries
@@ -112,6 +111,12 @@ def refuse(module: nn.Module, kwargs: dict) -> None:
             raise ValueError(f"{type(module).__name__} asks for {what} ({name}), which cosformer attention cannot honour")
     if kwargs.get("output_attentions"):
         raise ValueError('output_attentions=True: cosformer attention never forms its weights; use attn_implementation="eager"')
+
+
+def is_causal_attention(module: nn.Module, given: bool | None) -> bool:
+    """Whether a query sees only the keys before it: as the call says, or the module, unless the config turns it off."""
+    causal = getattr(module, "is_causal", True) if given is None else given
+    return causal and getattr(module.config, "is_causal", True) is not False
 
 
 def is_cross_attention(module: nn.Module, *, causal: bool) -> bool:
