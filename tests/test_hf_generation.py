@@ -129,7 +129,8 @@ def test_assisted_decoding_equals_plain(kind, seed):
     model, assistant, ids = decoder(kind), decoder(kind, seed=seed), prompt()
     plain = text(model, ids, max_new_tokens=40)
     assert torch.equal(text(model, ids, max_new_tokens=40, assistant_model=assistant), plain)
-    assert torch.equal(text(model, ids, max_new_tokens=40, prompt_lookup_num_tokens=4), plain)
+    never = {"eos_token_id": VOCAB}  # transformers 5.5 looks prompts up only where there is an end token
+    assert torch.equal(text(model, ids, max_new_tokens=40, prompt_lookup_num_tokens=4, **never), plain)
 
 
 def test_sometimes_right_assistant():

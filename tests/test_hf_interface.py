@@ -110,7 +110,7 @@ def judged(name: str, *, horizon: float, decay=None):
 @pytest.mark.parametrize("name", EVERY)
 def test_logits_are_the_definitions(name):
     x = inputs(name)
-    horizon = 18 if name == "vit" else POSITIONS
+    horizon = 17 if name == "vit" else POSITIONS
     torch.testing.assert_close(build(name)(**x).logits, judged(name, horizon=horizon)(**x).logits, atol=1e-9, rtol=1e-7)
 
 

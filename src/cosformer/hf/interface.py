@@ -150,7 +150,7 @@ def max_positions(config) -> int:
         return positions
     if hasattr(config, "image_size") and hasattr(config, "patch_size"):
         sizes = (s if isinstance(s, list | tuple) else (s, s) for s in (config.image_size, config.patch_size))
-        return math.prod(image // patch for image, patch in zip(*sizes, strict=True)) + 2  # class and distillation tokens
+        return math.prod(image // patch for image, patch in zip(*sizes, strict=True)) + 1  # patches and the class token
     raise ValueError(
         f"{type(config).__name__} does not say how many positions it has; set the horizon: config.cosformer = {{'horizon': 4096}}"
     )
