@@ -8,11 +8,17 @@ pytest.importorskip("transformers")
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
 
+import cosformer.hf as hf  # noqa: E402
 from cosformer.generate import generate, load, main  # noqa: E402
-from cosformer.hf import CosformerConfig, CosformerForCausalLM, CosformerForConditionalGeneration, CosformerSeq2SeqConfig  # noqa: E402
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
-SIZES |= {"initializer_range": 0.2, "max_position_embeddings": 64, "eos_token_id": None, "bos_token_id": None, "pad_token_id": 0}
+SIZES |= {
+    "initializer_range": 0.2,
+    "max_position_embeddings": 64,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +33,7 @@ def tokenizer():
 def directory(tmp_path_factory, tokenizer):
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    CosformerForCausalLM(CosformerConfig(vocab_size=len(tokenizer), **SIZES)).save_pretrained(path)
+    hf.CosformerForCausalLM(hf.CosformerConfig(vocab_size=len(tokenizer), **SIZES)).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 
@@ -63,9 +69,21 @@ def test_seed_decides_a_sample(directory, capsys):
 
 
 def test_encoder_decoder(tmp_path, tokenizer, capsys):
-    sizes = {"d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "encoder_layers": 1, "decoder_layers": 1, "init_std": 0.2}
-    sizes |= {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "vocab_size": len(tokenizer), "max_position_embeddings": 64}
-    CosformerForConditionalGeneration(CosformerSeq2SeqConfig(**sizes)).save_pretrained(tmp_path)
+    sizes = {
+        "d_model": 32,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "init_std": 0.2,
+    }
+    sizes |= {
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 64,
+    }
+    hf.CosformerForConditionalGeneration(hf.CosformerSeq2SeqConfig(**sizes)).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
     main(["--model", str(tmp_path), "--prompt", "abc", "--max-new-tokens", "5"])
     assert capsys.readouterr().out.endswith("\n")
@@ -87,7 +105,7 @@ def fails(capsys, *argv) -> str:
 def test_bad_directories_are_named(tmp_path, directory, tokenizer, capsys):
     missing = tmp_path / "nowhere"
     assert f"--model {missing}: there is no such directory" in fails(capsys, "--model", str(missing), "--prompt", "x")
-    assert "no config.json" in fails(capsys, "--model", str(tmp_path), "--prompt", "x")
+    assert "no config in it (config.json)" in fails(capsys, "--model", str(tmp_path), "--prompt", "x")
     (tmp_path / "config.json").write_text('{"model_type": "cosformer"}')
     assert "no weights" in fails(capsys, "--model", str(tmp_path), "--prompt", "x")
     (tmp_path / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())

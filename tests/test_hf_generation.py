@@ -51,7 +51,13 @@ def decoder(kind: str = "gated", seed: int = 0, **fields) -> CosformerForCausalL
 def seq2seq(**fields) -> CosformerForConditionalGeneration:
     torch.manual_seed(0)
     sizes = {"vocab_size": VOCAB, "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 256}
-    sizes |= {"encoder_layers": 2, "decoder_layers": 3, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "init_std": 0.2}
+    sizes |= {
+        "encoder_layers": 2,
+        "decoder_layers": 3,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "init_std": 0.2,
+    }
     return lively(CosformerForConditionalGeneration(CosformerSeq2SeqConfig(**(sizes | fields))))
 
 
@@ -240,7 +246,9 @@ SEQ2SEQ = {"linear": {}, "hybrid": {"layer_types": MIXED, "encoder_layer_types":
 
 
 @pytest.mark.parametrize("fields", SEQ2SEQ.values(), ids=SEQ2SEQ)
-@pytest.mark.parametrize("options", [{}, {"num_beams": 4}, {"do_sample": True, "top_k": 20}], ids=["greedy", "beams", "sampling"])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 4}, {"do_sample": True, "top_k": 20}], ids=["greedy", "beams", "sampling"]
+)
 def test_seq2seq_cache_changes_nothing(fields, options):
     model, ids = seq2seq(**fields), prompt(2)
     torch.manual_seed(5)

@@ -22,7 +22,14 @@ VOCAB, LENGTH = 61, 17
 MIXED = ["linear_attention", "full_attention"]
 NARROW = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 NARROW |= {"max_position_embeddings": 128, "initializer_range": 0.2, "pad_token_id": 0}
-BART = {"vocab_size": VOCAB, "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 128, "init_std": 0.2}
+BART = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 128,
+    "init_std": 0.2,
+}
 BART |= {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "dropout": 0.0}
 DECODER = (hf.CosformerConfig, NARROW | {"num_key_value_heads": 2})
 ENCODER = (hf.CosformerEncoderConfig, NARROW | {"hidden_dropout_prob": 0.0})
@@ -245,7 +252,9 @@ def test_compiles_without_breaks(kind):
     model = build(kind)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     keep = torch.ones_like(ids())
-    torch.testing.assert_close(run(compiled, attention_mask=keep, use_cache=False), run(model, use_cache=False), atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        run(compiled, attention_mask=keep, use_cache=False), run(model, use_cache=False), atol=1e-5, rtol=1e-4
+    )
 
 
 @headed
@@ -260,6 +269,39 @@ def test_bfloat16(kind, tmp_path):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         run(model.train()).float().mean().backward()
     assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.slow
+def test_compiled_training_step_is_the_eager_one():
+    plain, compiled, x = build(hf.CosformerForCausalLM), build(hf.CosformerForCausalLM), ids()
+    step = torch.compile(compiled)
+    plain(x, labels=x, use_cache=False).loss.backward()
+    step(x, labels=x, use_cache=False).loss.backward()
+    for (name, a), b in zip(plain.named_parameters(), compiled.parameters(), strict=True):
+        torch.testing.assert_close(b.grad, a.grad, atol=1e-5, rtol=1e-3, msg=name)
+
+
+@pytest.mark.slow
+@headed
+def test_blocks_can_be_sharded(kind, tmp_path):
+    """FSDP2 over one process: each block wrapped on its own, then the whole; the gradients are the plain ones."""
+    from torch.distributed.fsdp import fully_shard
+
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        plain, sharded = build(kind).train(), build(kind).train()
+        mesh = torch.distributed.init_device_mesh("cpu", (1,))
+        for module in list(sharded.modules()):
+            if type(module).__name__ in ("LlamaDecoderLayer", "BertLayer", "BartEncoderLayer", "BartDecoderLayer"):
+                fully_shard(module, mesh=mesh)
+        fully_shard(sharded, mesh=mesh)
+        for model in (plain, sharded):
+            run(model).square().mean().backward()
+        for (name, a), b in zip(plain.named_parameters(), sharded.parameters(), strict=True):
+            if a.grad is not None:
+                torch.testing.assert_close(b.grad.full_tensor(), a.grad, atol=1e-6, rtol=1e-4, msg=name)
+    finally:
+        torch.distributed.destroy_process_group()
 
 
 def test_logits_to_keep_and_loss_count():
@@ -286,7 +328,11 @@ def test_lora_trains_the_projections():
 def byte_tokenizer() -> "tf.PreTrainedTokenizerFast":
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-    vocab = {c: i + 3 for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"<pad>": 0, "<mask>": 1, "<unk>": 2}
+    vocab = {c: i + 3 for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {
+        "<pad>": 0,
+        "<mask>": 1,
+        "<unk>": 2,
+    }
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
     return tf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", mask_token="<mask>", unk_token="<unk>")

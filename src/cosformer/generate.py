@@ -17,10 +17,10 @@ def load(directory: str | Path):
     directory = Path(directory)
     if not directory.is_dir():
         raise SystemExit(f"--model {directory}: there is no such directory")
-    needed = {"config.json": ("config.json",), "weights": ("*.safetensors",), "tokenizer": ("tokenizer*", "vocab*", "spiece.model")}
+    needed = {"config": ["config.json"], "weights": ["*.safetensors"], "tokenizer": ["tokenizer*", "vocab*", "spiece.model"]}
     for what, patterns in needed.items():
         if not any(path for pattern in patterns for path in directory.glob(pattern)):
-            raise SystemExit(f"--model {directory}: no {what} in it ({', '.join(patterns)}); save_pretrained writes a whole model")
+            raise SystemExit(f"--model {directory}: no {what} in it ({', '.join(patterns)}); save_pretrained writes it")
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -58,7 +58,7 @@ def generate(model, tokenizer, prompt: str, **options) -> Iterator[str]:
 
 
 class Pieces:
-    """A transformers streamer that queues text as soon as its bytes are whole; transformers' own waits for the end of a word."""
+    """A transformers streamer that queues text once its bytes are whole; transformers' own waits for the end of a word."""
 
     def __init__(self, tokenizer):
         self.tokenizer, self.queue = tokenizer, Queue()
@@ -91,7 +91,7 @@ class Pieces:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser("cosformer generate", description=__doc__)
-    parser.add_argument("--model", required=True, metavar="DIR", help="a directory written by save_pretrained, with its tokenizer")
+    parser.add_argument("--model", required=True, metavar="DIR", help="written by save_pretrained, with a tokenizer")
     parser.add_argument("--prompt", required=True, help="the text to continue, or - to read it from standard input")
     parser.add_argument("--max-new-tokens", type=int, default=100)
     parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token; higher is more varied")

@@ -1,4 +1,4 @@
-"""The `--models` part of the benchmark: whole models, cosFormer beside softmax in the same architecture, one JSON-able row each.
+"""The `--models` part of the benchmark: whole models, cosFormer beside softmax in the same architecture, as JSON-able rows.
 
 Training is a forward and a backward of the language-model loss; decoding feeds one token at a time after a context.
 """
@@ -31,7 +31,7 @@ def models() -> dict[str, LlamaForCausalLM]:
 
 
 def training(*, lengths=LENGTHS, repeats: int = 3) -> Iterator[dict]:
-    """Tokens per second of a training step at batch 1. The models take turns, so a slow moment of the machine meets them all."""
+    """Tokens per second of a training step at batch 1. The models take turns, so a slow moment of the machine meets all."""
     made = models()
     for length in lengths:
         ids = torch.randint(256, (1, length))
@@ -74,7 +74,8 @@ def ratios(rows: list[dict]) -> list[str]:
     for name in dict.fromkeys(r["model"] for r in decoded):
         first, *_, last = [r for r in decoded if r["model"] == name]
         slower, larger = (last[key] / first[key] for key in ("ms_per_token", "cache_bytes"))
-        lines.append(f"decoding, {name}: context {last['context']} / {first['context']}: time {slower:.2f}x, cache {larger:.2f}x")
+        contexts = f"context {last['context']} / {first['context']}"
+        lines.append(f"decoding, {name}: {contexts}: time {slower:.2f}x, cache {larger:.2f}x")
     return lines
 
 

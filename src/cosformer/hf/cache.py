@@ -12,7 +12,7 @@ from ..ops import State, cosformer_stream, linear_stream
 class StateLayer(CacheLayerMixin):
     """What one linear layer remembers of its sequence: a `State`, whatever the length.
 
-    Going back (assisted decoding) needs the tokens since the last `crop`; they are kept once `activate_past_recording` was called.
+    Going back (assisted decoding) needs the tokens since the last `crop`: they are kept after `activate_past_recording`.
     """
 
     is_compileable = False
@@ -78,7 +78,7 @@ class StateLayer(CacheLayerMixin):
         if self.state is None or not (surplus > 0 or self.record_past):
             return
         if surplus > 0 and self.state.origin is None:
-            raise ValueError(f"crop: {surplus} tokens cannot be taken back; call cache.activate_past_recording() before they are seen")
+            raise ValueError(f"crop: {surplus} tokens cannot be taken back; call cache.activate_past_recording() before them")
         if surplus > 0:
             self.state = self.state.rollback(surplus)
         self.state = self.state.snapshot()  # what was verified is settled: the tokens kept so far can go
@@ -112,8 +112,9 @@ class CosformerCache(DynamicCache):
     @property
     def nbytes(self) -> int:
         """The bytes this cache holds."""
-        states = (layer.state.tensor for layer in self.layers if isinstance(layer, StateLayer) and layer.state is not None)
-        pairs = (t for layer in self.layers if isinstance(layer, DynamicLayer) for t in (layer.keys, layer.values) if t is not None)
+        seen = [layer for layer in self.layers if layer.is_initialized]
+        states = (layer.state.tensor for layer in seen if isinstance(layer, StateLayer))
+        pairs = (t for layer in seen if isinstance(layer, DynamicLayer) for t in (layer.keys, layer.values))
         return sum(t.nbytes for t in (*states, *pairs))
 
 

@@ -1,9 +1,9 @@
 """The configurations of the Cosformer model types: a transformers architecture's own fields, and three of ours.
 
-    horizon       the distance at which a key stops mattering; None means max_position_embeddings. No two tokens may lie further
-                  apart, so a longer text is an error; math.inf drops the cosine, and the length is then unlimited.
-    decay         "gated" (rates read from the layer's input), "ladder" (one constant rate per head) or None (the paper's operator)
-    layer_types   one of "linear_attention" and "full_attention" (softmax) per layer; None means every layer is linear
+horizon       the distance at which a key stops mattering; None means max_position_embeddings. No two tokens may lie
+              further apart, so a longer text is an error; math.inf drops the cosine, and the length is then unlimited.
+decay         "gated" (rates read from the layer's input), "ladder" (a constant rate per head), None (the paper's operator)
+layer_types   one of "linear_attention" and "full_attention" (softmax) per layer; None means every layer is linear
 """
 
 from transformers import BartConfig, BertConfig, LlamaConfig
@@ -63,7 +63,7 @@ class CosformerSeq2SeqConfig(BartConfig):
         check_fields(self, dropout=self.attention_dropout, dropout_name="attention_dropout")
 
     def validate_layer_type(self):
-        """transformers would compare the decoder's `layer_types` with the number of encoder layers; ours were checked above."""
+        """transformers would compare the decoder's `layer_types` with the number of encoder layers; checked above."""
 
 
 def check_layer_types(name: str, given: list[str] | None, layers: int) -> list[str]:

@@ -1,4 +1,7 @@
-"""The decoder: Llama's architecture with linear layers. A linear layer takes no rotary positions: cosine and decay place its keys."""
+"""The decoder: Llama's architecture with linear layers.
+
+A linear layer takes no rotary positions: the cosine and the decay say where a key stands. The softmax layers of a hybrid do.
+"""
 
 import torch
 from torch import Tensor, nn
@@ -16,9 +19,8 @@ class CosformerDecoderAttention(LlamaAttention):
         self.mixing = SelfMixing(config, heads=config.num_attention_heads, causal=True)
 
     def forward(self, hidden_states, past_key_values=None, key_mask=None, cu_seqlens=None, **kwargs) -> tuple[Tensor, None]:
-        q, k, v = (
-            proj(hidden_states).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
-        )
+        size, projections = self.head_dim, (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (proj(hidden_states).unflatten(-1, (-1, size)).transpose(1, 2) for proj in projections)
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         out = self.mixing(hidden_states, q, k, v, key_mask=key_mask, cu_seqlens=cu_seqlens, cache=cache)
         return self.o_proj(out), None
@@ -86,13 +88,14 @@ def packed_boundaries(position_ids: Tensor | None) -> Tensor | None:
         return None
     if torch.compiler.is_compiling():
         raise ValueError(
-            "position_ids may mark packed sequences, which a compiled graph cannot look for; also pass attention_mask (one sequence "
-            "a row) or cu_seq_lens_q (packed)"
+            "position_ids may mark packed sequences, which a compiled graph cannot look for; "
+            "also pass attention_mask (one sequence a row) or cu_seq_lens_q (packed)"
         )
     starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
     if not bool(starts.any()):
         return None
     if position_ids.shape[0] != 1:
-        raise ValueError(f"position_ids start again inside a batch of {position_ids.shape[0]} rows; packed sequences stand in one row")
+        rows = position_ids.shape[0]
+        raise ValueError(f"position_ids start again inside a batch of {rows} rows; packed sequences stand in one row")
     inner = starts[0].nonzero().flatten() + 1
     return torch.cat([inner.new_zeros(1), inner, inner.new_tensor([position_ids.shape[1]])])

@@ -1,6 +1,6 @@
 """The encoder: BERT's architecture and heads with linear layers.
 
-BERT's heads average their loss themselves, so the Trainer must not hand them num_items_in_batch: `accepts_loss_kwargs = False`.
+BERT's heads average their loss themselves, so the Trainer must not hand them num_items_in_batch (`accepts_loss_kwargs`).
 """
 
 from torch import Tensor
@@ -23,9 +23,11 @@ class CosformerEncoderAttention(BertSelfAttention):
         super().__init__(config, is_causal=False, layer_idx=layer_idx)
         self.mixing = SelfMixing(config, heads=config.num_attention_heads, causal=False)
 
-    def forward(self, hidden_states, attention_mask=None, past_key_values=None, key_mask=None, **kwargs) -> tuple[Tensor, None]:
-        size = self.attention_head_size
-        q, k, v = (proj(hidden_states).unflatten(-1, (-1, size)).transpose(1, 2) for proj in (self.query, self.key, self.value))
+    def forward(
+        self, hidden_states, attention_mask=None, past_key_values=None, key_mask=None, **kwargs
+    ) -> tuple[Tensor, None]:
+        size, projections = self.attention_head_size, (self.query, self.key, self.value)
+        q, k, v = (proj(hidden_states).unflatten(-1, (-1, size)).transpose(1, 2) for proj in projections)
         return self.mixing(hidden_states, q, k, v, key_mask=key_mask), None
 
 

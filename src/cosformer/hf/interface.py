@@ -46,12 +46,12 @@ def attention(
     is_causal: bool | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: q (B, H, L, D), k, v (B, Hk, S, .) and a key mask (B, S) -> (B, L, H, E) and no weights."""
+    """transformers' attention function: q (B, H, L, D), k, v (B, Hk, S, .), key mask (B, S) -> (B, L, H, E) and no weights."""
     refuse(module, kwargs)
     if dropout:
         logger.warning_once(
-            f"cosformer attention has no weights to drop: the attention dropout of {dropout:g} in {type(module).__name__} is not "
-            "applied. Set it to 0 in the config to silence this."
+            "cosformer attention forms no weights to drop: "
+            f"the dropout of {dropout:g} in {type(module).__name__} is not applied; set it to 0 in the config"
         )
     causal = is_causal_attention(module, is_causal)
     cross = is_cross_attention(module, causal=causal)
@@ -75,11 +75,13 @@ def mask(
 ) -> Tensor | None:
     """transformers' mask function: the padding mask (B, S), True = keep, or None where nothing is padded."""
     if mask_function not in (causal_mask_function, bidirectional_mask_function):
-        # Another pattern. Some architectures make masks that no layer uses, so this one is refused where a layer does: its shape
-        # says what it is, and it holds one element.
+        # Another pattern. Some architectures make masks that no layer uses, so this one is refused where a layer does: its
+        # shape says what it is, and it holds one element.
         return torch.empty((), dtype=torch.bool, device=kwargs.get("device")).expand(batch_size, 1, q_length, kv_length)
     if isinstance(q_offset, Tensor) or (mask_function is causal_mask_function and q_offset + q_length != kv_length):
-        raise ValueError("cosformer attention needs a dynamic cache, whose keys end at the last query; this one is preallocated")
+        raise ValueError(
+            "cosformer attention needs a dynamic cache, whose last key is the last query's; this one is preallocated"
+        )
     if attention_mask is None:
         return None
     if attention_mask.shape[-1] != kv_length:
@@ -88,7 +90,7 @@ def mask(
 
 
 def padding(attention_mask: Tensor) -> Tensor | None:
-    """A 0/1 or bool mask as bool, or None if it keeps everything (not asked while compiling, where the answer has no value)."""
+    """A 0/1 or bool mask as bool, or None if it keeps everything (not asked while compiling: a graph has no values)."""
     keep = attention_mask.to(torch.bool)
     return None if not torch.compiler.is_compiling() and bool(keep.all()) else keep
 
@@ -98,8 +100,8 @@ def key_mask(attention_mask: Tensor | None, key: Tensor) -> Tensor | None:
         return None
     if attention_mask.ndim != 2:
         raise ValueError(
-            f"attention_mask must be a padding mask (batch, keys) = {(key.shape[0], key.shape[2])} with cosformer attention; got shape "
-            f"{tuple(attention_mask.shape)}, the mask of another pattern (given by hand, a sliding window, chunks, packed sequences)"
+            f"attention_mask must be a padding mask (batch, keys) = {(key.shape[0], key.shape[2])} with cosformer attention; "
+            f"got shape {tuple(attention_mask.shape)}, another pattern (made by hand, sliding window, chunks, packed sequences)"
         )
     return attention_mask.to(torch.bool)
 
@@ -110,7 +112,7 @@ def refuse(module: nn.Module, kwargs: dict) -> None:
         if kwargs.get(name) is not None:
             raise ValueError(f"{type(module).__name__} asks for {what} ({name}), which cosformer attention cannot honour")
     if kwargs.get("output_attentions"):
-        raise ValueError('output_attentions=True: cosformer attention never forms its weights; use attn_implementation="eager"')
+        raise ValueError('output_attentions=True: cosformer attention forms no weights; use attn_implementation="eager"')
 
 
 def is_causal_attention(module: nn.Module, given: bool | None) -> bool:
@@ -152,7 +154,7 @@ def max_positions(config) -> int:
         sizes = (s if isinstance(s, list | tuple) else (s, s) for s in (config.image_size, config.patch_size))
         return math.prod(image // patch for image, patch in zip(*sizes, strict=True)) + 1  # patches and the class token
     raise ValueError(
-        f"{type(config).__name__} does not say how many positions it has; set the horizon: config.cosformer = {{'horizon': 4096}}"
+        f"{type(config).__name__} does not say how many positions it has; set it: config.cosformer = {{'horizon': ...}}"
     )
 
 

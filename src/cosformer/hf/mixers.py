@@ -17,7 +17,7 @@ def attach(model: PreTrainedModel, name: str, **options) -> PreTrainedModel:
     >>> attach(AutoModelForCausalLM.from_config(config), "performer", features=128)
     """
     for module in model.modules():
-        if hasattr(module, "is_causal") and hasattr(module, "config"):  # transformers' mark of a module that calls the interface
+        if hasattr(module, "is_causal") and hasattr(module, "config"):  # the mark of what calls the interface
             module.mixer = _build(module, name, options)
     model.set_attn_implementation(f"cosformer:{name}")
     return model

@@ -82,9 +82,8 @@ class CosformerPreTrained:
         if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
             return super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
         if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
-            raise ValueError(
-                f"cache_implementation={generation_config.cache_implementation!r}: this model keeps states of constant size; leave it out"
-            )
+            asked = f"cache_implementation={generation_config.cache_implementation!r}"
+            raise ValueError(f"{asked}: this model keeps states of constant size; leave it out")
         cache = model_kwargs["past_key_values"] = self.new_cache()
         if generation_mode.value == "assisted_generation" or generation_config.is_assistant:
             getattr(cache, "self_attention_cache", cache).activate_past_recording()
@@ -98,7 +97,7 @@ def refuse_weights(config, kwargs: dict) -> None:
 
 def check_padding_mask(name: str, mask: Tensor | None) -> None:
     if mask is not None and mask.ndim != 2:
-        raise ValueError(f"{name} must be a padding mask (batch, length) in a model with linear layers; got shape {tuple(mask.shape)}")
+        raise ValueError(f"{name} must be a padding mask (batch, length) with linear layers; got shape {tuple(mask.shape)}")
 
 
 def check_cache(cache) -> None:

@@ -35,7 +35,7 @@ class CosformerCrossAttention(BartAttention):
     def __init__(self, config: CosformerSeq2SeqConfig, layer_idx: int):
         super().__init__(config.d_model, config.decoder_attention_heads, is_decoder=True, config=config, layer_idx=layer_idx)
 
-    def forward(self, hidden_states, key_value_states=None, past_key_values=None, cross_mask=None, **kwargs) -> tuple[Tensor, None]:
+    def forward(self, hidden_states, key_value_states=None, past_key_values=None, cross_mask=None, **kwargs):
         q = split_heads(self, self.q_proj(hidden_states))
         if past_key_values is None:
             k, v = (split_heads(self, proj(key_value_states)) for proj in (self.k_proj, self.v_proj))
