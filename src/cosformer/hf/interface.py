@@ -101,7 +101,7 @@ def key_mask(attention_mask: Tensor | None, key: Tensor) -> Tensor | None:
     if attention_mask.ndim != 2:
         raise ValueError(
             f"attention_mask must be a padding mask (batch, keys) = {(key.shape[0], key.shape[2])} with cosformer attention; "
-            f"got shape {tuple(attention_mask.shape)}, another pattern (made by hand, sliding window, chunks, packed sequences)"
+            f"got shape {tuple(attention_mask.shape)}, another pattern (made by hand, a window, chunks, packed sequences)"
         )
     return attention_mask.to(torch.bool)
 

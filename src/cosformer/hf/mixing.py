@@ -1,12 +1,10 @@
 """The token mixing of a linear layer: its decay rates, the operator, and the state it leaves in the cache."""
 
-import math
-
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ..ops import cosformer_attention, linear_attention
+from ..ops import cosformer_attention
 from .cache import CosformerCache, StateLayer
 from .decay import DecayGate, ladder
 from .interface import padding
@@ -56,12 +54,6 @@ class SelfMixing(nn.Module):
         if self.gate is not None:
             return self.gate(x)
         return ladder(self.heads, self.positions, device=x.device) if self.constant else None
-
-
-def cross_mixing(q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None) -> Tensor:
-    """Attention over another sequence: no cosine and no decay, since its positions are not the queries'."""
-    out = linear_attention(q, k, v, horizon=math.inf, relu=True, key_mask=None if key_mask is None else padding(key_mask))
-    return out.transpose(1, 2).flatten(2)
 
 
 class CosformerPreTrained:

@@ -1,5 +1,7 @@
 """The encoder-decoder: BART's architecture with linear layers; cross attention reads a state that is built once."""
 
+import math
+
 from torch import Tensor
 from transformers.cache_utils import EncoderDecoderCache
 from transformers.models.bart.modeling_bart import (
@@ -10,9 +12,11 @@ from transformers.models.bart.modeling_bart import (
     BartModel,
 )
 
+from ..ops import linear_attention
 from .cache import encoder_decoder_cache
 from .configuration import CosformerSeq2SeqConfig
-from .mixing import CosformerPreTrained, SelfMixing, check_cache, check_padding_mask, cross_mixing, refuse_weights
+from .interface import padding
+from .mixing import CosformerPreTrained, SelfMixing, check_cache, check_padding_mask, refuse_weights
 
 
 class CosformerSeq2SeqAttention(BartAttention):
@@ -30,22 +34,25 @@ class CosformerSeq2SeqAttention(BartAttention):
 
 
 class CosformerCrossAttention(BartAttention):
-    """BART's projections around linear cross attention."""
+    """BART's projections around linear cross attention: no cosine and no decay, which measure distances on one axis."""
 
     def __init__(self, config: CosformerSeq2SeqConfig, layer_idx: int):
         super().__init__(config.d_model, config.decoder_attention_heads, is_decoder=True, config=config, layer_idx=layer_idx)
 
     def forward(self, hidden_states, key_value_states=None, past_key_values=None, cross_mask=None, **kwargs):
         q = split_heads(self, self.q_proj(hidden_states))
-        if past_key_values is None:
+        cache = None if past_key_values is None else past_key_values.cross_attention_cache.layers[self.layer_idx]
+        if cache is None or cache.state is None:
             k, v = (split_heads(self, proj(key_value_states)) for proj in (self.k_proj, self.v_proj))
-            return self.out_proj(cross_mixing(q, k, v, key_mask=cross_mask)), None
-        cache = past_key_values.cross_attention_cache.layers[self.layer_idx]
-        if cache.state is None:
-            k, v = (split_heads(self, proj(key_value_states)) for proj in (self.k_proj, self.v_proj))
-            cache.absorb(k, v, key_mask=None if cross_mask is None else cross_mask.bool())
-            past_key_values.is_updated[self.layer_idx] = True
-        return self.out_proj(cache.read(q).transpose(1, 2).flatten(2)), None
+            key_mask = None if cross_mask is None else padding(cross_mask)
+        if cache is None:
+            out = linear_attention(q, k, v, horizon=math.inf, relu=True, key_mask=key_mask)
+        else:
+            if cache.state is None:
+                cache.absorb(k, v, key_mask=key_mask)
+                past_key_values.is_updated[self.layer_idx] = True
+            out = cache.read(q)
+        return self.out_proj(out.transpose(1, 2).flatten(2)), None
 
 
 class CosformerSeq2SeqEncoder(CosformerPreTrained, BartEncoder):
