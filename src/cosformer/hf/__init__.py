@@ -1,0 +1,68 @@
+"""cosFormer in Hugging Face: an attention implementation for any architecture, and model types with a constant-size cache.
+
+Importing this package registers both with transformers.
+"""
+
+import importlib.util
+
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from . import interface
+from .cache import CosformerCache
+from .configuration import CosformerConfig, CosformerEncoderConfig, CosformerSeq2SeqConfig
+from .decoder import CosformerForCausalLM, CosformerModel
+from .encoder import (
+    CosformerEncoderModel,
+    CosformerForMaskedLM,
+    CosformerForSequenceClassification,
+    CosformerForTokenClassification,
+)
+from .seq2seq import CosformerForConditionalGeneration, CosformerSeq2SeqModel
+
+__all__ = [
+    "CosformerCache",
+    "CosformerConfig",
+    "CosformerEncoderConfig",
+    "CosformerEncoderModel",
+    "CosformerForCausalLM",
+    "CosformerForConditionalGeneration",
+    "CosformerForMaskedLM",
+    "CosformerForSequenceClassification",
+    "CosformerForTokenClassification",
+    "CosformerModel",
+    "CosformerSeq2SeqConfig",
+    "CosformerSeq2SeqModel",
+]
+
+MODELS = {  # config: (Auto class, model) pairs
+    CosformerConfig: [(AutoModel, CosformerModel), (AutoModelForCausalLM, CosformerForCausalLM)],
+    CosformerEncoderConfig: [
+        (AutoModel, CosformerEncoderModel),
+        (AutoModelForMaskedLM, CosformerForMaskedLM),
+        (AutoModelForSequenceClassification, CosformerForSequenceClassification),
+        (AutoModelForTokenClassification, CosformerForTokenClassification),
+    ],
+    CosformerSeq2SeqConfig: [
+        (AutoModel, CosformerSeq2SeqModel),
+        (AutoModelForSeq2SeqLM, CosformerForConditionalGeneration),
+    ],
+}
+
+interface.register()
+if importlib.util.find_spec("cosformer.mixers"):  # TODO: unconditional, with the other imports, once the mixers are merged
+    from .mixers import attach, register
+
+    register()
+    __all__ += ["attach"]
+for config, models in MODELS.items():
+    AutoConfig.register(config.model_type, config, exist_ok=True)
+    for auto, model in models:
+        auto.register(config, model, exist_ok=True)

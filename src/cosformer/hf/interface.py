@@ -1,0 +1,163 @@
+"""attn_implementation="cosformer": cosFormer attention in the architectures transformers already has.
+
+transformers asks for two functions under one name: the attention itself, and the mask it wants to be given. Both are needed:
+without the second a padded batch arrives with no mask at all. What this operator cannot honour is refused, never ignored.
+
+Options stand in `config.cosformer`, a plain dict that is saved with the config:
+
+    horizon   the distance at which a key stops mattering; the architecture's maximum positions if absent
+    decay     None (the paper's operator), "ladder", or a list of rates, one per head
+
+Cross attention takes no cosine and no decay: its queries and keys stand on different axes, and transformers does not tell an
+attention function which target position a cached query has.
+"""
+
+import math
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+from transformers.utils import logging
+
+from ..ops import linear_attention
+from .decay import ladder
+
+OPTIONS = ("horizon", "decay")
+REFUSED = {  # keyword: what it asks for
+    "sliding_window": "a sliding window",
+    "softcap": "capped scores",
+    "s_aux": "attention sinks",
+    "position_bias": "a bias on the scores",
+    "head_mask": "a mask on the heads",
+    "cache": "a paged cache",
+}
+logger = logging.get_logger(__name__)
+
+
+def attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    dropout: float = 0.0,
+    is_causal: bool | None = None,
+    **kwargs,
+) -> tuple[Tensor, None]:
+    """transformers' attention function: q (B, H, L, D), k, v (B, Hk, S, .), key mask (B, S) -> (B, L, H, E) and no weights."""
+    refuse(module, kwargs)
+    if dropout:
+        logger.warning_once(
+            "cosformer attention forms no weights to drop: "
+            f"the dropout of {dropout:g} in {type(module).__name__} is not applied; set it to 0 in the config"
+        )
+    causal = is_causal_attention(module, is_causal)
+    cross = is_cross_attention(module, causal=causal)
+    options = {"horizon": math.inf} if cross else self_options(module.config, heads=query.shape[1], device=query.device)
+    offset = key.shape[2] - query.shape[2] if causal else 0  # a cache holds the keys before the queries
+    out = linear_attention(
+        query, key, value, relu=True, causal=causal, q_offset=offset, key_mask=key_mask(attention_mask, key), **options
+    )
+    return out.transpose(1, 2), None
+
+
+def mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function=causal_mask_function,
+    attention_mask: Tensor | None = None,
+    **kwargs,
+) -> Tensor | None:
+    """transformers' mask function: the padding mask (B, S), True = keep, or None where nothing is padded."""
+    if mask_function not in (causal_mask_function, bidirectional_mask_function):
+        # Another pattern. Some architectures make masks that no layer uses, so this one is refused where a layer does: its
+        # shape says what it is, and it holds one element.
+        return torch.empty((), dtype=torch.bool, device=kwargs.get("device")).expand(batch_size, 1, q_length, kv_length)
+    if isinstance(q_offset, Tensor) or (mask_function is causal_mask_function and q_offset + q_length != kv_length):
+        raise ValueError(
+            "cosformer attention needs a dynamic cache, whose last key is the last query's; this one is preallocated"
+        )
+    if attention_mask is None:
+        return None
+    if attention_mask.shape[-1] != kv_length:
+        raise ValueError(f"attention_mask has length {attention_mask.shape[-1]}, but there are {kv_length} keys")
+    return padding(attention_mask)
+
+
+def padding(attention_mask: Tensor) -> Tensor | None:
+    """A 0/1 or bool mask as bool, or None if it keeps everything (not asked while compiling: a graph has no values)."""
+    keep = attention_mask.to(torch.bool)
+    return None if not torch.compiler.is_compiling() and bool(keep.all()) else keep
+
+
+def key_mask(attention_mask: Tensor | None, key: Tensor) -> Tensor | None:
+    if attention_mask is None:
+        return None
+    if attention_mask.ndim != 2:
+        raise ValueError(
+            f"attention_mask must be a padding mask (batch, keys) = {(key.shape[0], key.shape[2])} with cosformer attention; "
+            f"got shape {tuple(attention_mask.shape)}, another pattern (made by hand, a window, chunks, packed sequences)"
+        )
+    return attention_mask.to(torch.bool)
+
+
+def refuse(module: nn.Module, kwargs: dict) -> None:
+    """Stop where a layer asks for something that has no meaning here."""
+    for name, what in REFUSED.items():
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{type(module).__name__} asks for {what} ({name}), which cosformer attention cannot honour")
+    if kwargs.get("output_attentions"):
+        raise ValueError('output_attentions=True: cosformer attention forms no weights; use attn_implementation="eager"')
+
+
+def is_causal_attention(module: nn.Module, given: bool | None) -> bool:
+    """Whether a query sees only the keys before it: as the call says, or the module, unless the config turns it off."""
+    causal = getattr(module, "is_causal", True) if given is None else given
+    return causal and getattr(module.config, "is_causal", True) is not False
+
+
+def is_cross_attention(module: nn.Module, *, causal: bool) -> bool:
+    """Whether the keys come from another sequence, told from the marks transformers' modules carry."""
+    marked = getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__
+    return marked or (not causal and bool(getattr(module, "is_decoder", False)))
+
+
+def self_options(config, *, heads: int, device: torch.device) -> dict:
+    """The operator's arguments from `config.cosformer`."""
+    given = getattr(config, "cosformer", None) or {}
+    if unknown := set(given) - set(OPTIONS):
+        raise ValueError(f"config.cosformer has unknown {sorted(unknown)}; it may have {', '.join(OPTIONS)}")
+    decay = given.get("decay")
+    if decay == "ladder":
+        decay = ladder(heads, max_positions(config), device=device)
+    elif isinstance(decay, str):
+        raise ValueError(
+            f'config.cosformer["decay"] is {decay!r}; accepted are None, "ladder" or a list of {heads} rates '
+            "(a gate has parameters, so it lives in the Cosformer model types)"
+        )
+    elif decay is not None:
+        decay = torch.tensor(decay, dtype=torch.float32, device=device)
+    horizon = given.get("horizon")
+    return {"horizon": max_positions(config) if horizon is None else horizon, "decay": decay}
+
+
+def max_positions(config) -> int:
+    """How many positions an architecture has."""
+    if positions := getattr(config, "max_position_embeddings", None):
+        return positions
+    if hasattr(config, "image_size") and hasattr(config, "patch_size"):
+        sizes = (s if isinstance(s, list | tuple) else (s, s) for s in (config.image_size, config.patch_size))
+        return math.prod(image // patch for image, patch in zip(*sizes, strict=True)) + 1  # patches and the class token
+    raise ValueError(
+        f"{type(config).__name__} does not say how many positions it has; set it: config.cosformer = {{'horizon': ...}}"
+    )
+
+
+def register() -> None:
+    AttentionInterface.register("cosformer", attention)
+    AttentionMaskInterface.register("cosformer", mask)

@@ -1,0 +1,54 @@
+"""attn_implementation="cosformer:NAME": every mixer of the registry as the attention of a transformers architecture.
+
+A mixer is a module: it may have parameters and random draws, which must exist before a model is trained or its weights loaded.
+So `attach` gives every attention module of a model its mixer, as a submodule that is saved with the rest, and switches to it.
+"""
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+
+from .. import mixers
+from .interface import is_causal_attention, key_mask, mask, max_positions, refuse
+
+
+def attach(model: PreTrainedModel, name: str, **options) -> PreTrainedModel:
+    """Make the mixer called `name` the attention of every layer; options are the mixer's. Returns the model.
+
+    >>> attach(AutoModelForCausalLM.from_config(config), "performer", features=128)
+    """
+    for module in model.modules():
+        if hasattr(module, "is_causal") and hasattr(module, "config"):  # the mark of what calls the interface
+            module.mixer = _build(module, name, options)
+    model.set_attn_implementation(f"cosformer:{name}")
+    return model
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, is_causal=None, **kwargs
+) -> tuple[Tensor, None]:
+    """transformers' attention function over the module's own mixer."""
+    refuse(module, kwargs)
+    name = module.config._attn_implementation.partition(":")[2]
+    mixer = getattr(module, "mixer", None)
+    if mixer is None or mixer.name != name:
+        raise ValueError(f'{type(module).__name__} has no mixer {name!r}; attach it: cosformer.hf.attach(model, "{name}")')
+    causal = is_causal_attention(module, is_causal)
+    if causal and query.shape[2] != key.shape[2]:
+        raise ValueError(f"mixer {name!r} keeps no cache in this architecture; call the model with use_cache=False")
+    out = mixer(query, key, value, causal=causal, key_mask=key_mask(attention_mask, key))
+    return out.transpose(1, 2), None
+
+
+def register() -> None:
+    for name in mixers.names():
+        AttentionInterface.register(f"cosformer:{name}", attention)
+        AttentionMaskInterface.register(f"cosformer:{name}", mask)
+
+
+def _build(module: nn.Module, name: str, options: dict) -> nn.Module:
+    config = module.config
+    heads = getattr(module, "num_heads", config.num_attention_heads)
+    size = getattr(module, "head_dim", config.hidden_size // heads)
+    mixer = mixers.build(name, heads=heads, head_dim=size, max_length=max_positions(config), **options)
+    weight = next(module.parameters())
+    return mixer.to(weight.device, weight.dtype)

@@ -1,0 +1,123 @@
+"""`cosformer generate`: streams what the model would generate, and says clearly what is wrong with a directory."""
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast  # noqa: E402
+
+import cosformer.hf as hf  # noqa: E402
+from cosformer.generate import generate, load, main  # noqa: E402
+
+SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+SIZES |= {
+    "initializer_range": 0.2,
+    "max_position_embeddings": 64,
+    "eos_token_id": None,
+    "bos_token_id": None,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    vocab = {c: i + 1 for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"<pad>": 0}
+    bytes_ = Tokenizer(models.BPE(vocab=vocab, merges=[]))
+    bytes_.pre_tokenizer, bytes_.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=bytes_, pad_token="<pad>")
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory, tokenizer):
+    path = tmp_path_factory.mktemp("model")
+    torch.manual_seed(0)
+    hf.CosformerForCausalLM(hf.CosformerConfig(vocab_size=len(tokenizer), **SIZES)).save_pretrained(path)
+    tokenizer.save_pretrained(path)
+    return path
+
+
+def expected(directory, prompt, **options):
+    model, tokenizer = load(directory)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), **options)
+    return tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def test_streams_what_the_model_generates(directory, capsys):
+    main(["--model", str(directory), "--prompt", "abc", "--max-new-tokens", "12"])
+    assert capsys.readouterr().out == expected(directory, "abc", max_new_tokens=12, do_sample=False) + "\n"
+
+
+def test_comes_in_pieces(directory):
+    model, tokenizer = load(directory)
+    pieces = list(generate(model, tokenizer, "a b c", max_new_tokens=30, do_sample=True, temperature=3.0))
+    assert len(pieces) > 5
+    torch.manual_seed(0)
+    pieces = list(generate(model, tokenizer, "a b c", max_new_tokens=30, do_sample=True, temperature=3.0))
+    torch.manual_seed(0)
+    assert "".join(pieces) == expected(directory, "a b c", max_new_tokens=30, do_sample=True, temperature=3.0)
+
+
+def test_seed_decides_a_sample(directory, capsys):
+    texts = []
+    for seed in ("1", "1", "2"):
+        main(["--model", str(directory), "--prompt", "abc", "--temperature", "2", "--max-new-tokens", "20", "--seed", seed])
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_encoder_decoder(tmp_path, tokenizer, capsys):
+    sizes = {
+        "d_model": 32,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "init_std": 0.2,
+    }
+    sizes |= {
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "vocab_size": len(tokenizer),
+        "max_position_embeddings": 64,
+    }
+    hf.CosformerForConditionalGeneration(hf.CosformerSeq2SeqConfig(**sizes)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    main(["--model", str(tmp_path), "--prompt", "abc", "--max-new-tokens", "5"])
+    assert capsys.readouterr().out.endswith("\n")
+
+
+def test_a_foreign_model_keeps_its_cosformer_options(tmp_path, tokenizer):
+    config = LlamaConfig(vocab_size=len(tokenizer), cosformer={"decay": "ladder"}, **SIZES)
+    LlamaForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    assert load(tmp_path)[0].config._attn_implementation == "cosformer"
+
+
+def fails(capsys, *argv) -> str:
+    with pytest.raises(SystemExit) as stop:
+        main(list(argv))
+    return str(stop.value) + capsys.readouterr().err
+
+
+def test_bad_directories_are_named(tmp_path, directory, tokenizer, capsys):
+    missing = tmp_path / "nowhere"
+    assert f"--model {missing}: there is no such directory" in fails(capsys, "--model", str(missing), "--prompt", "x")
+    assert "no config in it (config.json)" in fails(capsys, "--model", str(tmp_path), "--prompt", "x")
+    (tmp_path / "config.json").write_text('{"model_type": "cosformer"}')
+    assert "no weights" in fails(capsys, "--model", str(tmp_path), "--prompt", "x")
+    (tmp_path / "model.safetensors").write_bytes((directory / "model.safetensors").read_bytes())
+    assert "no tokenizer" in fails(capsys, "--model", str(tmp_path), "--prompt", "x")
+    tokenizer.save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
+    assert "nonesuch" in fails(capsys, "--model", str(tmp_path), "--prompt", "x")
+
+
+def test_bad_arguments_are_named(directory, capsys):
+    there = ("--model", str(directory))
+    assert "--prompt is empty" in fails(capsys, *there, "--prompt", "")
+    assert "--max-new-tokens is 0; it must be at least 1" in fails(capsys, *there, "--prompt", "a", "--max-new-tokens", "0")
+    assert "--temperature is -1.0" in fails(capsys, *there, "--prompt", "a", "--temperature", "-1")
+    assert "66 tokens reach past the horizon of 64" in fails(capsys, *there, "--prompt", "a" * 60, "--max-new-tokens", "30")

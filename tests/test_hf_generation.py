@@ -1,0 +1,287 @@
+"""Generation with a constant-size cache: however the tokens are fed, reordered or taken back, the text is the same."""
+
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList  # noqa: E402
+from transformers.generation.streamers import BaseStreamer  # noqa: E402
+
+from cosformer.hf import (  # noqa: E402
+    CosformerCache,
+    CosformerConfig,
+    CosformerForCausalLM,
+    CosformerForConditionalGeneration,
+    CosformerSeq2SeqConfig,
+)
+
+VOCAB = 61
+PLAIN = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "forced_eos_token_id": None}
+MIXED = ["linear_attention", "full_attention", "linear_attention"]
+KINDS = {
+    "gated": {},
+    "ladder": {"decay": "ladder"},
+    "paper": {"decay": None},
+    "no cosine": {"horizon": math.inf},
+    "hybrid": {"layer_types": MIXED},
+}
+FEW = ("gated", "paper", "hybrid")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Toy tensors: a second thread costs more than it brings."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def decoder(kind: str = "gated", seed: int = 0, **fields) -> CosformerForCausalLM:
+    """A toy whose text is lively: wide weights, and gates that are not at their start."""
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.2}
+    return lively(CosformerForCausalLM(CosformerConfig(**(sizes | KINDS[kind] | fields))))
+
+
+def seq2seq(**fields) -> CosformerForConditionalGeneration:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": VOCAB, "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 256}
+    sizes |= {
+        "encoder_layers": 2,
+        "decoder_layers": 3,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+        "init_std": 0.2,
+    }
+    return lively(CosformerForConditionalGeneration(CosformerSeq2SeqConfig(**(sizes | fields))))
+
+
+def lively(model):
+    for name, p in model.named_parameters():
+        if "mixing.gate" in name:
+            p.data.normal_(std=0.3)
+        elif "embed_positions" in name:
+            p.data.normal_(std=1.0)  # or BART's decoder repeats one token
+    return model.eval()
+
+
+def prompt(rows: int = 1, length: int = 20) -> torch.Tensor:
+    return torch.randint(1, VOCAB, (rows, length), generator=torch.Generator().manual_seed(3))
+
+
+def text(model, ids, keep=None, **options) -> torch.Tensor:
+    keep = torch.ones_like(ids) if keep is None else keep
+    return model.generate(ids, attention_mask=keep, **(PLAIN | {"max_new_tokens": 24} | options))
+
+
+@pytest.mark.parametrize("kind", FEW)
+@torch.no_grad()
+def test_decode_equals_prefill_equals_no_cache_over_600_tokens(kind):
+    model, ids = decoder(kind), prompt(2, 600)
+    whole = model(ids, use_cache=False).logits
+    torch.testing.assert_close(model(ids, use_cache=True).logits, whole, atol=1e-4, rtol=1e-4)
+    cache, steps = model.new_cache(), []
+    for i in range(600):
+        steps.append(model(ids[:, i : i + 1], past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(torch.cat(steps, 1), whole, atol=1e-4, rtol=1e-4)
+    cache, parts = model.new_cache(), []
+    for part in ids.split((1, 200, 7, 392), 1):
+        parts.append(model(part, past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-4, rtol=1e-4)
+
+
+def test_600_greedy_tokens_are_the_same_without_cache():
+    model, ids = decoder(), prompt()
+    cached = text(model, ids, max_new_tokens=600)
+    assert len(cached.unique()) > 10  # a lively text, or the comparison says little
+    logits = model(cached[:, :-1], use_cache=False).logits[:, ids.shape[1] - 1 :]
+    assert torch.equal(logits.argmax(-1), cached[:, ids.shape[1] :])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"num_beams": 4}, {"num_beams": 4, "num_return_sequences": 3}, {"do_sample": True, "top_k": 20}],
+    ids=["greedy", "beams", "three beams", "sampling"],
+)
+def test_cache_changes_nothing(kind, options):
+    model, ids = decoder(kind), prompt(2)
+    torch.manual_seed(5)
+    cached = text(model, ids, **options)
+    torch.manual_seed(5)
+    assert torch.equal(cached, text(model, ids, use_cache=False, **options))
+    assert len(cached.unique()) > 10
+
+
+@pytest.mark.parametrize("kind", FEW)
+@pytest.mark.parametrize("use_cache", [True, False])
+def test_left_padded_batch_equals_each_alone(kind, use_cache):
+    model, ids = decoder(kind), prompt(3)
+    keep = torch.ones_like(ids)
+    keep[1, :7], keep[2, :19] = 0, 0
+    batch = text(model, ids, keep, use_cache=use_cache)
+    for row, pad in enumerate((0, 7, 19)):
+        assert torch.equal(batch[row, pad:], text(model, ids[row : row + 1, pad:])[0])
+
+
+@pytest.mark.parametrize("kind", ("gated", "hybrid"))
+@pytest.mark.parametrize("seed", [0, 1], ids=["the same assistant", "another"])
+def test_assisted_decoding_equals_plain(kind, seed):
+    model, assistant, ids = decoder(kind), decoder(kind, seed=seed), prompt()
+    plain = text(model, ids, max_new_tokens=40)
+    assert torch.equal(text(model, ids, max_new_tokens=40, assistant_model=assistant), plain)
+    never = {"eos_token_id": VOCAB}  # transformers 5.5 looks prompts up only where there is an end token
+    assert torch.equal(text(model, ids, max_new_tokens=40, prompt_lookup_num_tokens=4, **never), plain)
+
+
+def test_sometimes_right_assistant():
+    """An assistant that is right now and then makes the rollback end at every place of a draft."""
+    model, assistant, ids = decoder(), decoder(), prompt()
+    torch.manual_seed(9)
+    for p in assistant.parameters():
+        p.data += 0.01 * torch.randn_like(p)
+    assert torch.equal(text(model, ids, max_new_tokens=80, assistant_model=assistant), text(model, ids, max_new_tokens=80))
+
+
+class Collect(BaseStreamer):
+    def __init__(self):
+        self.tokens = []
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.tokens.append(None)
+
+
+class AfterFive(StoppingCriteria):
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= 25, device=input_ids.device)
+
+
+def test_streamer_and_stopping_criteria():
+    model, ids, streamer = decoder(), prompt(), Collect()
+    out = text(model, ids, streamer=streamer, stopping_criteria=StoppingCriteriaList([AfterFive()]))
+    assert out.shape[1] == 25
+    assert streamer.tokens == [*out[0].tolist(), None]
+
+
+@torch.no_grad()
+def test_cache_bytes_do_not_grow():
+    model, sizes = decoder(), set()
+    for length in (8, 64, 512):
+        cache = model(prompt(1, length), use_cache=True).past_key_values
+        sizes.add(cache.nbytes)
+        assert cache.get_seq_length() == length
+    heads, size = 4, 16
+    assert sizes == {3 * heads * 2 * size * (size + 1) * 4}
+    assert decoder("no cosine")(prompt(), use_cache=True).past_key_values.nbytes == sizes.pop() // 2
+
+
+def test_a_generated_cache_can_be_continued():
+    model, ids = decoder(), prompt()
+    whole = text(model, ids, max_new_tokens=20)
+    first = text(model, ids, max_new_tokens=8, past_key_values=(cache := model.new_cache()))
+    assert cache.get_seq_length() == 27  # the last token was not fed
+    assert torch.equal(text(model, first, max_new_tokens=12, past_key_values=cache), whole)
+
+
+@torch.no_grad()
+def test_crop_takes_tokens_back():
+    for model in (decoder(), decoder("hybrid")):
+        ids, cache = prompt(2, 30), model.new_cache()
+        cache.activate_past_recording()
+        model(ids[:, :20], past_key_values=cache)
+        model(prompt(2, 9), past_key_values=cache)
+        cache.crop(-9)
+        assert cache.get_seq_length() == 20
+        again = model(ids[:, 20:], past_key_values=cache).logits
+        torch.testing.assert_close(again, model(ids, use_cache=False).logits[:, 20:], atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_cache_rows_follow_the_batch():
+    model, ids = decoder(), prompt(3, 10)
+    cache = model(ids, use_cache=True).past_key_values
+    cache.batch_repeat_interleave(2)
+    cache.batch_select_indices(torch.tensor([5, 0]))
+    cache.reorder_cache(torch.tensor([1, 0, 0]))
+    rows = ids[[0, 2, 2]]
+    step = model(prompt(3, 1), past_key_values=cache).logits
+    whole = model(torch.cat([rows, prompt(3, 1)], 1), use_cache=False).logits[:, -1:]
+    torch.testing.assert_close(step, whole, atol=1e-5, rtol=1e-4)
+    cache.reset()
+    assert cache.get_seq_length() == 0 and cache.nbytes == 0
+
+
+def test_errors_name_the_cause():
+    model = decoder(max_position_embeddings=24)
+    assert text(model, prompt(), max_new_tokens=6).shape[1] == 26  # 25 tokens were fed, the first and last 24 apart
+    with pytest.raises(ValueError, match="26 tokens reach past the horizon of 24"):
+        text(model, prompt(), max_new_tokens=7)
+    with pytest.raises(TypeError, match="model.new_cache.. makes; got DynamicCache"):
+        model(prompt(), past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match="cache_implementation='static'"):
+        text(model, prompt(), cache_implementation="static")
+    with pytest.raises(ValueError, match="call cache.activate_past_recording"):
+        model(prompt(), use_cache=True).past_key_values.crop(-3)
+    with pytest.raises(ValueError, match="output_attentions"):
+        model(prompt(), output_attentions=True)
+    with pytest.raises(ValueError, match=r"attention_mask must be a padding mask .* got shape \(1, 1, 20, 20\)"):
+        model(prompt(), attention_mask=torch.ones(1, 1, 20, 20))
+
+
+def test_no_limit_without_the_cosine():
+    assert text(decoder("no cosine", max_position_embeddings=24), prompt(), max_new_tokens=40).shape[1] == 60
+
+
+# The encoder-decoder.
+
+SEQ2SEQ = {"linear": {}, "hybrid": {"layer_types": MIXED, "encoder_layer_types": MIXED[:2]}, "paper": {"decay": None}}
+
+
+@pytest.mark.parametrize("fields", SEQ2SEQ.values(), ids=SEQ2SEQ)
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 4}, {"do_sample": True, "top_k": 20}], ids=["greedy", "beams", "sampling"]
+)
+def test_seq2seq_cache_changes_nothing(fields, options):
+    model, ids = seq2seq(**fields), prompt(2)
+    torch.manual_seed(5)
+    cached = text(model, ids, **options)
+    torch.manual_seed(5)
+    assert torch.equal(cached, text(model, ids, use_cache=False, **options))
+    assert len(cached.unique()) > 3  # the two rows move between a few tokens
+
+
+@pytest.mark.parametrize("fields", SEQ2SEQ.values(), ids=SEQ2SEQ)
+def test_seq2seq_padded_source_equals_alone(fields):
+    model, ids = seq2seq(**fields), prompt(2)
+    keep = torch.ones_like(ids)
+    keep[1, 13:] = 0
+    batch = text(model, ids, keep)
+    assert torch.equal(batch[1], text(model, ids[1:, :13])[0])
+
+
+def test_seq2seq_assisted_decoding_equals_plain():
+    model, ids = seq2seq(), prompt()
+    torch.manual_seed(9)
+    assistant = seq2seq()
+    for p in assistant.parameters():
+        p.data += 0.01 * torch.randn_like(p)
+    assert torch.equal(text(model, ids, assistant_model=assistant), text(model, ids))
+
+
+@torch.no_grad()
+def test_cross_attention_reads_the_source_once():
+    model, ids, calls = seq2seq(), prompt(2), []
+    model.model.decoder.layers[0].encoder_attn.k_proj.register_forward_hook(lambda *_: calls.append(1))
+    out = text(model, ids, return_dict_in_generate=True)
+    assert len(calls) == 1
+    cross = out.past_key_values.cross_attention_cache
+    assert isinstance(cross, CosformerCache)
+    assert cross.nbytes == 3 * 2 * 4 * 8 * 9 * 4  # layers, rows, heads, features, values + normaliser, float32

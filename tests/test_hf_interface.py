@@ -1,0 +1,287 @@
+"""attn_implementation="cosformer" in transformers' own architectures, judged by the definition."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+
+import transformers as tf  # noqa: E402
+from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
+from transformers.masking_utils import flash_attention_mask  # noqa: E402
+
+import cosformer.hf  # noqa: E402, F401
+from cosformer import reference  # noqa: E402
+from cosformer.hf.decay import ladder  # noqa: E402
+
+VOCAB, WIDTH, HEADS, POSITIONS, LENGTH = 50, 32, 4, 96, 11
+NARROW = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS, "initializer_range": 0.3}
+TEXT = NARROW | {"vocab_size": VOCAB, "intermediate_size": 48, "max_position_embeddings": POSITIONS, "pad_token_id": 0}
+BART = {"d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": HEADS, "init_std": 0.3}
+BART |= {"decoder_attention_heads": HEADS, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+BART |= {"vocab_size": VOCAB, "max_position_embeddings": POSITIONS}
+
+CONFIGS = {
+    "gpt2": tf.GPT2Config(
+        vocab_size=VOCAB, n_embd=WIDTH, n_layer=2, n_head=HEADS, n_positions=POSITIONS, initializer_range=0.3, attn_pdrop=0.0
+    ),
+    "llama": tf.LlamaConfig(**TEXT, num_key_value_heads=2),
+    "qwen3": tf.Qwen3Config(**TEXT, num_key_value_heads=2, head_dim=8),
+    "bert": tf.BertConfig(**TEXT, attention_probs_dropout_prob=0.0),
+    "roberta": tf.RobertaConfig(**TEXT, attention_probs_dropout_prob=0.0),
+    "bart": tf.BartConfig(**BART),
+    "vit": tf.ViTConfig(**NARROW, intermediate_size=48, image_size=16, patch_size=4),
+}
+try:
+    CONFIGS["modernbert"] = tf.ModernBertConfig(**TEXT, layer_types=["full_attention"] * 2)
+except Exception:  # transformers 5.5 cannot build a ModernBERT without local layers
+    assert tf.__version__.startswith("5.5.")
+AUTO = {
+    "gpt2": tf.AutoModelForCausalLM,
+    "llama": tf.AutoModelForCausalLM,
+    "qwen3": tf.AutoModelForCausalLM,
+    "bart": tf.AutoModelForSeq2SeqLM,
+    "vit": tf.AutoModelForImageClassification,
+}
+CAUSAL = ("gpt2", "llama", "qwen3")
+EVERY = list(CONFIGS)
+PADDED = [name for name in CONFIGS if name != "vit"]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Toy tensors: a second thread costs more than it brings."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def build(name: str, implementation: str = "cosformer", **options):
+    torch.manual_seed(0)
+    config = copy.deepcopy(CONFIGS[name])
+    if options:
+        config.cosformer = options
+    auto = AUTO.get(name, tf.AutoModelForMaskedLM)
+    model = auto.from_config(config, attn_implementation=implementation).double().eval()
+    for p in model.parameters():  # biases and norms away from 0 and 1, so that none hides a mistake
+        p.data += 0.1 * torch.randn_like(p)
+    return model
+
+
+def inputs(name: str, batch: int = 2) -> dict:
+    torch.manual_seed(1)
+    if name == "vit":
+        return {"pixel_values": torch.randn(batch, 3, 16, 16, dtype=torch.float64)}
+    ids = torch.randint(3, VOCAB, (batch, LENGTH))
+    return {"input_ids": ids} | ({"decoder_input_ids": torch.randint(3, VOCAB, (batch, 7))} if name == "bart" else {})
+
+
+def quadratic(module, query, key, value, attention_mask, **kwargs):
+    """The layer's attention as it is defined. Which layers are causal or cross is read from the test's own table."""
+    kind = module.kind
+    options = {"horizon": math.inf} if kind == "cross" else {"horizon": module.horizon, "decay": module.decay}
+    mask = None if attention_mask is None else attention_mask.bool()
+    out = reference.attention(query, key, value, causal=kind == "causal", key_mask=mask, **options)
+    return out.transpose(1, 2), None
+
+
+AttentionInterface.register("quadratic", quadratic)
+AttentionMaskInterface.register("quadratic", flash_attention_mask)
+
+
+def kind_of(name: str, path: str) -> str:
+    if name in CAUSAL:
+        return "causal"
+    if name == "bart" and "decoder" in path:
+        return "cross" if "encoder_attn" in path else "causal"
+    return "both"
+
+
+def judged(name: str, *, horizon: float, decay=None):
+    model = build(name, "quadratic")
+    for path, module in model.named_modules():
+        module.kind, module.horizon, module.decay = kind_of(name, path), horizon, decay
+    return model
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_logits_are_the_definitions(name):
+    x = inputs(name)
+    horizon = 17 if name == "vit" else POSITIONS
+    torch.testing.assert_close(build(name)(**x).logits, judged(name, horizon=horizon)(**x).logits, atol=1e-9, rtol=1e-7)
+
+
+@pytest.mark.parametrize("name", ("llama", "bert", "bart"))
+def test_horizon_and_decay_come_from_the_config(name):
+    x = inputs(name)
+    got = build(name, horizon=40, decay="ladder")(**x).logits
+    want = judged(name, horizon=40, decay=ladder(HEADS, POSITIONS))(**x).logits
+    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)  # rates are float32
+    rates = [0.0, 0.1, 0.5, 2.0]
+    got = build(name, decay=rates)(**x).logits
+    torch.testing.assert_close(
+        got, judged(name, horizon=POSITIONS, decay=torch.tensor(rates))(**x).logits, atol=1e-6, rtol=1e-5
+    )
+    assert (got - build(name)(**x).logits).abs().max() > 1e-3
+
+
+def padded_and_alone(name: str, model) -> tuple[torch.Tensor, torch.Tensor]:
+    """The logits of a short row inside a padded batch, and of the same row alone."""
+    x, short = inputs(name), LENGTH - 4
+    keep = torch.ones(2, LENGTH, dtype=torch.long)
+    if name in CAUSAL:  # left padded, the side that matters: a causal row never sees what is right of it
+        keep[1, :4] = 0
+        positions = (keep.cumsum(-1) - 1).clamp_min(0)
+        batch = model(**x, attention_mask=keep, position_ids=positions).logits[1, 4:]
+        return batch, model(input_ids=x["input_ids"][1:, 4:]).logits[0]
+    keep[1, short:] = 0
+    x["input_ids"][1, short:] = model.config.pad_token_id  # RoBERTa counts its positions by the padding token
+    alone = {"input_ids": x["input_ids"][1:, :short]}
+    if name == "bart":
+        alone["decoder_input_ids"] = x["decoder_input_ids"][1:]
+    batch, row = model(**x, attention_mask=keep).logits[1], model(**alone).logits[0]
+    return (batch, row) if name == "bart" else (batch[:short], row)
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_padded_equals_alone(name):
+    torch.testing.assert_close(*padded_and_alone(name, build(name)), atol=1e-9, rtol=1e-7)
+
+
+@pytest.mark.parametrize("name", PADDED)
+def test_padding_needs_the_mask_interface(name):
+    """The test above fails if only the attention function is registered."""
+    AttentionInterface.register("maskless", cosformer.hf.interface.attention)
+    batch, row = padded_and_alone(name, build(name, "maskless"))
+    assert (batch - row).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_switching_leaves_the_weights(name):
+    model, x = build(name), inputs(name)
+    before, logits = copy.deepcopy(model.state_dict()), model(**x).logits
+    model.set_attn_implementation("sdpa")
+    softmax = model(**x).logits
+    model.set_attn_implementation("cosformer")
+    torch.testing.assert_close(model(**x).logits, logits, atol=0, rtol=0)
+    assert (softmax - logits).abs().max() > 1e-3
+    for key, value in model.state_dict().items():
+        assert torch.equal(value, before[key]), key
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_gradients_reach_every_parameter(name):
+    model = build(name).train()
+    model(**inputs(name)).logits.square().mean().backward()
+    missing = [n for n, p in model.named_parameters() if p.grad is None or not p.grad.any()]
+    # a key's bias shifts all scores of softmax alike; here it moves them, so it has a gradient too
+    unused = {"pooler", "token_type_embeddings"} if name == "roberta" else {"pooler"}
+    assert not [n for n in missing if not any(word in n for word in unused)]
+
+
+@pytest.mark.parametrize("name", (*CAUSAL, "bart"))
+def test_generates_the_same_with_and_without_cache(name):
+    model, x = build(name), inputs(name)
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "forced_eos_token_id": None}
+    keep = torch.ones_like(x["input_ids"])
+    for beams in (1, 3):
+        cached, plain = (
+            model.generate(x["input_ids"], attention_mask=keep, num_beams=beams, use_cache=use, **options)
+            for use in (True, False)
+        )
+        assert torch.equal(cached, plain)
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_left_padded_generation_equals_alone(name):
+    model, ids = build(name), inputs(name)["input_ids"]
+    keep = torch.ones_like(ids)
+    keep[1, :4] = 0
+    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    batch = model.generate(ids, attention_mask=keep, **options)
+    alone = model.generate(ids[1:, 4:], attention_mask=keep[1:, 4:], **options)
+    assert torch.equal(batch[1:, 4:], alone)
+
+
+def test_config_options_are_saved(tmp_path):
+    model = build("llama", horizon=40, decay="ladder")
+    model.save_pretrained(tmp_path)
+    loaded = tf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="cosformer", dtype=torch.float64)
+    assert loaded.config.cosformer == {"horizon": 40, "decay": "ladder"}
+    x = inputs("llama")
+    torch.testing.assert_close(loaded(**x).logits, model(**x).logits, atol=1e-12, rtol=1e-12)
+
+
+# What cannot be honoured is refused.
+
+
+def test_refuses_a_sliding_window():
+    config = tf.MistralConfig(**TEXT, sliding_window=4)
+    model = tf.AutoModelForCausalLM.from_config(config, attn_implementation="cosformer")
+    with pytest.raises(ValueError, match="sliding window"):
+        model(**inputs("llama"))
+    local = tf.ModernBertConfig(**TEXT)  # every third layer global, the others local
+    with pytest.raises(ValueError, match="sliding window"):
+        tf.AutoModel.from_config(local, attn_implementation="cosformer")(**inputs("bert"))
+
+
+@pytest.mark.parametrize("name", ("llama", "bert", "gpt2"))
+def test_refuses_a_four_dimensional_mask(name):
+    mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool)
+    with pytest.raises(
+        ValueError, match=r"attention_mask must be a padding mask \(batch, keys\) = \(2, 11\).*\(2, 1, 11, 11\)"
+    ):
+        build(name)(**inputs(name), attention_mask=mask)
+
+
+def test_refuses_attention_sinks():
+    config = tf.GptOssConfig(
+        **TEXT, num_local_experts=2, num_experts_per_tok=1, head_dim=8, layer_types=["full_attention"] * 2
+    )
+    with pytest.raises(ValueError, match=r"attention sinks \(s_aux\)"):
+        tf.AutoModelForCausalLM.from_config(config, attn_implementation="cosformer")(**inputs("llama"))
+
+
+@pytest.mark.parametrize("name", ("llama", "bert", "bart"))
+def test_refuses_attention_weights(name):
+    with pytest.raises(ValueError, match="output_attentions"):
+        build(name)(**inputs(name), output_attentions=True)
+
+
+def test_refuses_packed_positions_and_preallocated_caches():
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]])
+    with pytest.raises(ValueError, match="packed"):
+        build("llama")(inputs("llama", batch=1)["input_ids"], position_ids=positions, use_cache=False)
+    with pytest.raises(ValueError, match="dynamic cache"):
+        build("llama").generate(inputs("llama")["input_ids"], cache_implementation="static", max_new_tokens=3)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"decay": "gated"}, "'gated'; accepted are None"),
+        ({"window": 3}, r"unknown \['window'\]; it may have horizon, decay"),
+        ({"horizon": 5}, "horizon is 5, but positions can lie 10 apart"),
+        ({"decay": [0.1]}, r"decay must have shape \(heads,\) = \(4,\)"),
+    ],
+)
+def test_refuses_bad_options(options, message):
+    with pytest.raises(ValueError, match=message):
+        build("llama", **options)(**inputs("llama"))
+
+
+def test_past_the_positions_is_an_error():
+    with pytest.raises(ValueError, match="horizon is 96"):
+        build("llama")(torch.randint(0, VOCAB, (1, POSITIONS + 2)))
+
+
+def test_says_once_that_dropout_is_not_applied(monkeypatch):
+    said = []
+    monkeypatch.setattr(cosformer.hf.interface.logger, "warning_once", said.append)
+    config = copy.deepcopy(CONFIGS["bert"])
+    config.attention_probs_dropout_prob = 0.25
+    tf.AutoModel.from_config(config, attn_implementation="cosformer").train()(**inputs("bert"))
+    assert "dropout of 0.25 in BertSelfAttention is not applied" in said[0]
