@@ -56,7 +56,7 @@ def build(name: str, **chosen: Any) -> Task:
 
 def pretraining(task: Task, *, share: float = 0.15, copies: int = 10, seed: int = 0) -> Task:
     """The masked-lm task over a classification task's own inputs: self-pretraining, with the same vocabulary and lengths."""
-    from .pretraining import masked
+    from .pretrain import masked
 
     return masked(task, share=share, copies=copies, seed=seed)
 

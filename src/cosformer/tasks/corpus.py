@@ -7,19 +7,18 @@ from pathlib import Path
 from typing import Any
 
 from .cache import digest
-from .source import SPLITS, TABLES, DataError, Holdout, column, files, fingerprint, form, is_saved_dataset, locate, opened
+from .source import PIECE, SPLITS, TABLES, DataError, Holdout, column, files, fingerprint, form, is_saved_dataset, locate, opened
 from .source import pieces, split_rows, tables
 
 TEXT_COLUMNS = ("text", "content", "sentence", "document", "review")
-PIECE = 1 << 20
 Piece = tuple[str, str, bool]  # split, text, whether the document ends here
 
 
 def standard_library() -> list[Path]:
-    """The Python standard library's own source, without its tests: text that is on every machine."""
+    """The Python standard library's own source, without its tests and what the build left in _*.py: text on every machine."""
     home = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
-    found = [p for p in home.rglob("*.py") if not skip & set(p.relative_to(home).parts) and p.stat().st_size]
+    found = [p for p in home.rglob("[!_]*.py") if not skip & set(p.relative_to(home).parts) and p.stat().st_size]
     if not found:
         raise DataError(f"Python {sys.version_info[0]}.{sys.version_info[1]} has no library source in {home}; pass data=...")
     return sorted(found)

@@ -38,7 +38,8 @@ def reviews(*, seed: int) -> Iterator[tuple[str, Row]]:
 def _clause(rng: np.random.Generator, good: int) -> str:
     negated = bool(rng.integers(2))
     words = GOOD if bool(good) != negated else BAD
-    return f"the {rng.choice(NOUNS)} was {'never ' if negated else ''}{rng.choice(ADVERBS)} {rng.choice(words)}"
+    noun, adverb, word = (side[rng.integers(len(side))] for side in (NOUNS, ADVERBS, words))
+    return f"the {noun} was {'never ' if negated else ''}{adverb} {word}"
 
 
 def dates(*, seed: int) -> Iterator[tuple[str, Row]]:

@@ -31,7 +31,7 @@ from .table import Table, Writer
 
 TURNS = 16  # directions, or places, a dash is chosen from
 PATIENCE = 10  # rounds a dash before a drawing is given up
-BATCH = 256
+BATCH = 128
 DIFFICULTY = {"easy": 6, "intermediate": 9, "hard": 14}  # dashes of a curve
 
 

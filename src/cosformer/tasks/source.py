@@ -30,7 +30,7 @@ SPLIT_WORDS = {
 }
 TABLES = (".csv", ".tsv", ".jsonl")
 PACKED = {".gz": gzip.open, ".xz": lzma.open}
-PIECE = 1 << 20  # bytes read at once
+PIECE = 1 << 18  # bytes read at once
 
 
 class DataError(ValueError):
@@ -136,7 +136,7 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def pieces(path: Path) -> Iterator[str]:
-    """The text of a file in pieces of about a megabyte, cut after a line where lines are not longer than that."""
+    """The text of a file in pieces: `PIECE` bytes and the rest of the line, as far as another `PIECE` reaches."""
     decoder, line = codecs.getincrementaldecoder("utf-8-sig")(), 1
     with opened(path) as file:
         while block := file.read(PIECE):

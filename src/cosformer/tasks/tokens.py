@@ -76,20 +76,18 @@ class Encoder:
         """Whether each id may continue a word to its left, and be continued to its right: what whole-word masking asks."""
         byte = {c: b for b, c in enumerate(byte_characters())}
         left, right = np.zeros((2, self.size), bool)
-        level = self.byte_lengths() is not None
+        level, special = self.byte_lengths() is not None, set(self.tokenizer.all_special_ids)
+        wordpiece = json.loads(self._backend.to_str())["model"]["type"] == "WordPiece"
         for index, token in enumerate(self.strings()):
-            if index in self.tokenizer.all_special_ids or token is None:
+            if index in special or not token:
                 continue
             if level:
                 inside = [byte.get(c, 32) >= 128 or chr(byte.get(c, 32)).isalnum() for c in token]
                 left[index], right[index] = inside[0], inside[-1]
             else:  # WordPiece marks what continues with ##, SentencePiece what begins with a low line
-                left[index] = token.startswith("##") or not (token[0] == "▁" or self._wordpiece() or not token[0].isalnum())
+                left[index] = token.startswith("##") if wordpiece else token[0].isalnum()
                 right[index] = token[-1].isalnum()
         return left, right
-
-    def _wordpiece(self) -> bool:
-        return json.loads(self._backend.to_str())["model"]["type"] == "WordPiece"
 
 
 def _fast(backend: Any) -> Any:
