@@ -298,3 +298,15 @@ def test_self_pretraining_hides_the_tasks_own_inputs(name, tmp_path):
         assert (ids[: len(source)] == source).all()
     with pytest.raises(ValueError, match="takes a classification task; 'copy' is causal-lm"):
         tasks.pretraining(tasks.build("copy", examples=few))
+
+
+def test_the_documentation_runs(tmp_path, monkeypatch):
+    import pathlib
+    import re
+
+    page = pathlib.Path(__file__).parents[1] / "docs" / "tasks.md"
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    assert len(blocks) >= 4
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COSFORMER_CACHE", str(tmp_path / "cache"))
+    exec("\n".join(blocks), {})
