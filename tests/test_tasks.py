@@ -9,6 +9,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
+
 from cosformer import tasks
 from cosformer.tasks.generated import BAD, GOOD, dates, reviews
 from cosformer.tasks.published import PUBLISHED
@@ -20,7 +21,9 @@ few = (40, 8, 8)
 def imdb(folder):
     folder.mkdir()
     for split in ("train", "test"):
-        lines = [f"{i % 2}\t{i % 10}\t{i}\tA \"{split}\" film, {'great' if i % 2 else 'dull'}. {'x' * (i * 40)}\n" for i in range(30)]
+        lines = [
+            f'{i % 2}\t{i % 10}\t{i}\tA "{split}" film, {"great" if i % 2 else "dull"}. {"x" * (i * 40)}\n' for i in range(30)
+        ]
         (folder / f"{split}.tsv.xz").write_bytes(lzma.compress("".join(lines).encode()))
     return folder
 
@@ -100,7 +103,9 @@ def test_every_task_keeps_the_contract(name, tmp_path):
             if task.kind == "causal-lm":
                 logits = logits.roll(-1, 1)
             predictions = task.preprocess_logits_for_metrics(logits, labels)
-            assert length == (batch["input_ids"].shape[1] if task.kind != "seq2seq" else length) and (labels != -100).any(1).all()
+            assert (
+                length == (batch["input_ids"].shape[1] if task.kind != "seq2seq" else length) and (labels != -100).any(1).all()
+            )
         perfect = task.compute_metrics(type("P", (), {"predictions": predictions.numpy(), "label_ids": labels.numpy()}))
         assert task.metric in perfect
         best = perfect.get("accuracy", perfect.get("sequence_accuracy"))
@@ -123,7 +128,8 @@ def test_the_registry_says_what_it_takes(tmp_path):
 
 
 def test_importing_the_registry_is_light():
-    code = "import sys; import cosformer.tasks; print([m for m in ('transformers', 'datasets', 'tokenizers', 'PIL', 'sacrebleu') if m in sys.modules])"
+    heavy = ("transformers", "datasets", "tokenizers", "PIL", "sacrebleu")
+    code = f"import sys; import cosformer.tasks; print([m for m in {heavy} if m in sys.modules])"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
 
 
@@ -161,7 +167,11 @@ def test_recall_asks_for_the_value_that_followed_the_key(length, pairs, vocabula
 
 
 def test_recall_refuses_what_does_not_fit():
-    for wrong, message in (({"length": 30, "pairs": 8}, "at least 4"), ({"length": 33}, "must be even"), ({"vocabulary": 8, "pairs": 8}, "fewer than pairs=8")):
+    for wrong, message in (
+        ({"length": 30, "pairs": 8}, "at least 4"),
+        ({"length": 33}, "must be even"),
+        ({"vocabulary": 8, "pairs": 8}, "fewer than pairs=8"),
+    ):
         with pytest.raises(ValueError, match=message):
             tasks.build("recall", **wrong)
 
@@ -238,7 +248,9 @@ def test_retrieval_reads_the_published_form(tmp_path):
 
 
 def test_every_form_of_cifar_gives_the_same_pixels(tmp_path):
-    built = [tasks.build("image", data=cifar(tmp_path / form, form), cache=tmp_path / "c") for form in ("binary", "python", "png")]
+    built = [
+        tasks.build("image", data=cifar(tmp_path / form, form), cache=tmp_path / "c") for form in ("binary", "python", "png")
+    ]
     assert [len(s) for s in (built[0].train, built[0].validation, built[0].test)] == [90, 10, 20]
     expected = np.random.default_rng(1).integers(0, 256, (20, 1024), dtype=np.uint8)
     found = built[2].train.flat("input_ids").reshape(90, 1024)[:20].astype(int) - 5
@@ -265,7 +277,10 @@ def test_damaged_images_are_refused(tmp_path, capsys):
     cases = [
         (broken("binary", "data_batch_2.bin", b"123"), "data_batch_2.bin: not a CIFAR-10 binary batch: 3 bytes"),
         (broken("binary", "data_batch_2.bin", bytes(bad_label)), "data_batch_2.bin: image 4 has label 11; labels are 0 ... 9"),
-        (broken("python", "data_batch_3", pickle.dumps(Harmful())), "data_batch_3: not a CIFAR-10 python batch: builtins.print is not part of an array"),
+        (
+            broken("python", "data_batch_3", pickle.dumps(Harmful())),
+            "data_batch_3: not a CIFAR-10 python batch: builtins.print is not part of an array",
+        ),
         (broken("python", "data_batch_3", b"\x80"), "data_batch_3: not a CIFAR-10 python batch"),
         (broken("png", "train_2.png", b"not a png"), "train_2.png: not a readable PNG"),
         (broken("png", "train_labels.u8", b"\0\1"), "2 labels for 100 images"),
@@ -288,7 +303,11 @@ def test_self_pretraining_hides_the_tasks_own_inputs(name, tmp_path):
     task = tasks.build(name, **make(name, tmp_path), cache=tmp_path / "c")
     before = tasks.pretraining(task, copies=3)
     factor = 2 if task.kind == "pair-classification" else 1
-    assert before.kind == "masked-lm" and len(before.train) == 3 * factor * len(task.train) and before.vocab_size == task.vocab_size
+    assert (
+        before.kind == "masked-lm"
+        and len(before.train) == 3 * factor * len(task.train)
+        and before.vocab_size == task.vocab_size
+    )
     batch = before.collate([before.train[i] for i in range(8)])
     hidden = batch["labels"] != -100
     restored = torch.where(hidden, batch["labels"], batch["input_ids"])

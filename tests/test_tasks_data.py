@@ -13,14 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from cosformer.tasks import DataError, build, cu_seqlens, segment_ids
 from cosformer.tasks.corpus import Corpus
 from cosformer.tasks.packing import Masked, Packed, WindowCollate
 from cosformer.tasks.source import Holdout, rows
 from cosformer.tasks.table import Table, Writer
 from cosformer.tasks.tokens import byte_characters, encoder
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 TEXTS = ["the quick brown fox", 'he said "no", twice', "naïve café – 東京", "tab-free, comma, done", "line five"]
 
@@ -76,7 +77,7 @@ def test_packed_windows_lose_nothing_and_leak_nothing(tmp_path_factory, lengths,
             assert ids[t] == ids[t - 1], "a label is predicted from another document"
             assert labels[t] == ids[t]
         batch = WindowCollate(0)([item, windows[0]])
-        for row, original in zip(range(2), (item, windows[0])):
+        for row in range(2):
             edges = cu_seqlens(batch["position_ids"][row : row + 1]).tolist()
             for a, b in zip(edges, edges[1:]):
                 assert len(set(batch["input_ids"][row, a:b].tolist())) == 1, "two documents in one segment"
@@ -91,7 +92,10 @@ def test_segments_of_a_batch():
 
 def test_window_arguments_are_checked(tmp_path):
     made = table(tmp_path / "t", [[1, 2, 3]])
-    for wrong, message in (({"length": 1}, "length must be at least 2"), ({"length": 4, "stride": 4}, "stride must lie in 1 ... length - 1 = 3")):
+    for wrong, message in (
+        ({"length": 1}, "length must be at least 2"),
+        ({"length": 4, "stride": 4}, "stride must lie in 1 ... length - 1 = 3"),
+    ):
         with pytest.raises(ValueError, match=message):
             Packed(made, **wrong)
     with pytest.raises(IndexError):
@@ -145,7 +149,9 @@ def test_whole_words_are_hidden_together(tmp_path, tokenizer):
         ends = np.cumsum([len(t) for t in tokens])  # byte-level: a character of the token is a byte of the text
         text = bytes(byte[c] for c in "".join(tokens))
         for word in re.finditer(rb"[A-Za-z\x80-\xff]+", text):
-            covered = hidden[np.searchsorted(ends, word.start(), side="right") : np.searchsorted(ends, word.end(), side="left") + 1]
+            covered = hidden[
+                np.searchsorted(ends, word.start(), side="right") : np.searchsorted(ends, word.end(), side="left") + 1
+            ]
             assert covered.all() or not covered.any(), f"{word.group()} is hidden in part"
             whole += bool(covered.all())
     assert whole > 10
@@ -178,7 +184,9 @@ def contents(task):
 @pytest.mark.parametrize("kind", [".csv", ".tsv", ".jsonl", ".csv.gz", ".tsv.xz", ".jsonl.gz", ".jsonl.xz"])
 def test_every_form_of_a_table_gives_the_same_rows(tmp_path, kind):
     found = contents(build("classify", data=write_rows(tmp_path, kind)))
-    assert sorted(sum(found, [])) == sorted((TEXTS[i % 5] + f" {i}", "yes" if i % 3 else "no") for i in range(60))
+    assert sorted(row for side in found for row in side) == sorted(
+        (TEXTS[i % 5] + f" {i}", "yes" if i % 3 else "no") for i in range(60)
+    )
     assert [len(s) for s in found] == [48, 6, 6]
     (tmp_path / "other").mkdir()
     assert found == contents(build("classify", data=write_rows(tmp_path / "other", ".csv")))
@@ -230,7 +238,9 @@ def test_documents_by_separator_by_file_and_by_size(tmp_path):
         sides[split] = sides.get(split, "") + piece
     assert sides["train"] + sides["validation"] + sides["test"] == text
     assert all(side.startswith("line") for side in sides.values()), "cut inside a line"
-    np.testing.assert_allclose([len(sides[s]) / len(text) for s in ("train", "validation", "test")], [0.8, 0.1, 0.1], atol=0.01)
+    np.testing.assert_allclose(
+        [len(sides[s]) / len(text) for s in ("train", "validation", "test")], [0.8, 0.1, 0.1], atol=0.01
+    )
 
     folder = tmp_path / "named"
     folder.mkdir()
@@ -328,8 +338,15 @@ def test_a_failure_leaves_nothing_behind(tmp_path, cache):
 
 
 def test_a_cache_by_argument_and_two_processes_at_once(tmp_path):
-    code = "import sys; from cosformer.tasks import build; t = build('listops', length=64, depth=4, examples=(3000, 10, 10), cache=sys.argv[1]); print(int(t.train.flat('input_ids').astype('int64').sum()))"
-    both = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "c")], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    code = (
+        "import sys; from cosformer.tasks import build;"
+        "task = build('listops', length=64, depth=4, examples=(3000, 10, 10), cache=sys.argv[1]);"
+        "print(int(task.train.flat('input_ids').astype('int64').sum()))"
+    )
+    both = [
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "c")], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     sums = {process.communicate()[0] for process in both}
     assert [process.returncode for process in both] == [0, 0] and len(sums) == 1
     assert len(list((tmp_path / "c").iterdir())) == 1
@@ -392,7 +409,12 @@ def put(folder: Path, name: str, content: bytes) -> Path:
         ("classify", "a.csv", b'text,label\n"x\ny",1\nz\n', r"a\.csv:4: expected 2 fields"),
         ("classify", "a.csv", b'text,label\n"x,1\n', r"a\.csv:2: not CSV"),
         ("classify", "a.csv", b"text,text\nx,1\n", r"a\.csv:1: a column is named twice"),
-        ("classify", "a.csv", b"words,label\nx,1\ny,0\n", r"a\.csv:2: no column named text .*; found words, label\. Pass text="),
+        (
+            "classify",
+            "a.csv",
+            b"words,label\nx,1\ny,0\n",
+            r"a\.csv:2: no column named text .*; found words, label\. Pass text=",
+        ),
         ("classify", "a.tsv", b"text\tmark\nx\t1\n", r"a\.tsv:2: no column named label .* Pass label="),
         ("classify", "a.tsv", b"text\tlabel\n\xe9\t1\n", r"a\.tsv:2: byte 0xe9 is not UTF-8"),
         ("classify", "a.tsv", b"text\tlabel\n \t1\ny\t0\n", r"a\.tsv:2: column 'text' must hold text; got ' '"),
@@ -403,7 +425,7 @@ def put(folder: Path, name: str, content: bytes) -> Path:
         ("seq2seq", "a.tsv", b"source\tgoal\nx\ty\n", r"a\.tsv:2: no column named target"),
         ("text", "a.tsv", b"1\t9\t0\tfine\n", "expected a folder with files named train and test"),
     ],
-)  # fmt: skip
+)
 def test_what_is_wrong_is_said_with_file_and_line(tmp_path, cache, task, name, content, message):
     path = put(tmp_path, name, content)
     with pytest.raises(DataError, match=message):

@@ -6,6 +6,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
+
 from cosformer.tasks import DataError, build
 from cosformer.tasks.listops import CLOSE, SYMBOLS, trees
 
@@ -102,7 +103,7 @@ def assert_same_mean(first, second):
 
 
 def test_statistics_equal_the_published_procedure(drawn):
-    """Given the length limits the operators' arguments and depths are no longer simple, so the judge is the procedure itself."""
+    """Under the length limits numbers of arguments and depths are no longer simple, so the judge is the procedure itself."""
     theirs = published_trees(1_500, seed=1)
     lengths, expected = [len(tree) for tree, _ in drawn], [len(tree) for tree in theirs]
     assert_same_mean(lengths, expected)
@@ -110,7 +111,9 @@ def test_statistics_equal_the_published_procedure(drawn):
     ours_shape, theirs_shape = [shape(tree) for tree, _ in drawn[:3_000]], [shape(tree) for tree in theirs]
     for measure in (lambda s: s[1], lambda s: len(s[2]), lambda s: sum(s[2]) / len(s[2])):  # depth, operators, arguments
         assert_same_mean([measure(s) for s in ours_shape], [measure(s) for s in theirs_shape])
-    assert chi_square(Counter(s[2][-1] for s in ours_shape), Counter(s[2][-1] for s in theirs_shape)) < 3  # arguments of the root
+    assert (
+        chi_square(Counter(s[2][-1] for s in ours_shape), Counter(s[2][-1] for s in theirs_shape)) < 3
+    )  # arguments of the root
     assert chi_square(Counter(value for _, value in drawn), Counter(map(evaluate, theirs))) < 3
 
 
@@ -145,12 +148,22 @@ def test_task_is_built_once_and_reads_back_its_own_published_form(tmp_path):
     read = build("listops", data=folder, length=64, cache=tmp_path / "a")
     assert [read.train[i]["input_ids"].tolist() for i in range(300)] == rows
 
-    for bad, message in (("( [MAXX 1 2 ] )\t2", r"basic_val.tsv:42: '\[MAXX'"), ("( [MAX 1 2 ] )\t12", "basic_val.tsv:42: Target")):
+    for bad, message in (
+        ("( [MAXX 1 2 ] )\t2", r"basic_val.tsv:42: '\[MAXX'"),
+        ("( [MAX 1 2 ] )\t12", "basic_val.tsv:42: Target"),
+    ):
         text = (folder / "basic_val.tsv").read_text()
         (folder / "basic_val.tsv").write_text(text + bad + "\n")
         with pytest.raises(DataError, match=message):
             build("listops", data=folder, length=64, cache=tmp_path / "a")
         (folder / "basic_val.tsv").write_text(text)
+
+
+def test_limits_are_exact_and_examples_unique_where_trees_are_few():
+    source = trees(seed=0, least=4, most=8, depth=4, args=4)
+    made = [tuple(next(source)[0].tolist()) for _ in range(20_000)]
+    assert {len(tree) for tree in made} == {5, 6, 7}
+    assert len(set(made)) == len(made), "examples repeat"
 
 
 def test_impossible_limits_are_refused(tmp_path):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+
 from cosformer.tasks.metrics import LanguageMetrics, Seq2SeqMetrics, TokenScores, class_choice, classification, token_choice
 
 
@@ -15,7 +16,11 @@ def predicted(predictions, labels=None):
 
 def test_perplexity_and_bits_per_byte_by_hand():
     # Three tokens; probabilities given to the right one: 1/2, 1/4 (and 1/2 elsewhere), at positions the labels shift to.
-    logits = torch.log(torch.tensor([[[0.25, 0.25, 0.5], [0.25, 0.5, 0.25], [1 / 3, 1 / 3, 1 / 3]], [[0.1, 0.8, 0.1], [0.2, 0.2, 0.6], [1 / 3] * 3]]))
+    logits = torch.log(
+        torch.tensor(
+            [[[0.25, 0.25, 0.5], [0.25, 0.5, 0.25], [1 / 3, 1 / 3, 1 / 3]], [[0.1, 0.8, 0.1], [0.2, 0.2, 0.6], [1 / 3] * 3]]
+        )
+    )
     labels = torch.tensor([[0, 2, 0], [1, -100, 2]])  # asked at t = 1, 2 of row 0 and t = 2 of row 1
     scores = TokenScores(shift=True, byte_lengths=np.array([0, 1, 3]))((logits, "state"), labels)
     nats = [math.log(2) + math.log(4), -math.log(0.6)]
@@ -61,7 +66,9 @@ def test_seq2seq_metrics_tell_teacher_forcing_from_generation():
     generated = torch.tensor([[1, 5, 6, 7, 8, 9, 2], [1, 5, 6, 2, 0, 0, 0]])
     assert token_choice(generated, None) is generated
     perfect = metrics(predicted(generated, labels))
-    assert perfect["sequence_accuracy"] == 1.0 and perfect["bleu"] == pytest.approx(100) and perfect["chrf"] == pytest.approx(100)
+    assert (
+        perfect["sequence_accuracy"] == 1.0 and perfect["bleu"] == pytest.approx(100) and perfect["chrf"] == pytest.approx(100)
+    )
     # One sentence, five words, the last wrong: precisions 4/5, 3/4, 2/3, 1/2, no brevity penalty.
     worse = metrics(predicted([[1, 5, 6, 7, 8, 6, 2]], labels[:1]))
     assert worse["bleu"] == pytest.approx(100 * (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25) and worse["sequence_accuracy"] == 0.0
@@ -70,16 +77,24 @@ def test_seq2seq_metrics_tell_teacher_forcing_from_generation():
 
 def test_evaluation_by_the_trainer_gives_the_same_numbers(tmp_path):
     """A tiny real model through transformers.Trainer: sliding windows score every token once, with the model's own loss."""
-    from cosformer.tasks import build
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+    from cosformer.tasks import build
 
     (tmp_path / "t.txt").write_text("".join(f"line {i} says {i * i}\n" for i in range(400)))
     task = build("lm", data=tmp_path / "t.txt", length=32, stride=8, holdout=0.1, cache=tmp_path / "c", isolate=False)
     torch.manual_seed(0)
     model = GPT2LMHeadModel(GPT2Config(vocab_size=task.vocab_size, n_positions=32, n_embd=16, n_layer=1, n_head=2)).eval()
-    arguments = TrainingArguments(output_dir=str(tmp_path / "o"), per_device_eval_batch_size=7, report_to=[], use_cpu=True, disable_tqdm=True)
-    trainer = Trainer(model=model, args=arguments, data_collator=task.collate, compute_metrics=task.compute_metrics,
-                      preprocess_logits_for_metrics=task.preprocess_logits_for_metrics)  # fmt: skip
+    arguments = TrainingArguments(
+        output_dir=str(tmp_path / "o"), per_device_eval_batch_size=7, report_to=[], use_cpu=True, disable_tqdm=True
+    )
+    trainer = Trainer(
+        model=model,
+        args=arguments,
+        data_collator=task.collate,
+        compute_metrics=task.compute_metrics,
+        preprocess_logits_for_metrics=task.preprocess_logits_for_metrics,
+    )
     found = trainer.evaluate(task.validation)
 
     stream = torch.from_numpy(np.asarray(task.validation.table.flat("tokens")).astype(np.int64))

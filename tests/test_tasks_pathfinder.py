@@ -1,9 +1,10 @@
-"""Pathfinder: the label follows from the drawn geometry alone, the classes balance, dashes keep apart, pixels show the drawing."""
+"""Pathfinder: labels follow from the drawn geometry alone, classes balance, dashes keep apart, pixels show the drawing."""
 
 from dataclasses import replace
 
 import numpy as np
 import pytest
+
 from cosformer.tasks import build
 from cosformer.tasks.pathfinder import DIFFICULTY, DRAWINGS, render, sketch
 

@@ -1,7 +1,7 @@
-"""Tasks by name: data in, batches and metrics out. The contract is in contract.py; a task is one function in one of these files.
+"""Tasks by name: data in, batches and metrics out. contract.py says what a task is; each is a function in one of these files.
 
-    task = tasks.build("lm", data="my-texts/", length=1024)
-    batch = task.collate([task.train[i] for i in range(8)])
+task = tasks.build("lm", data="my-texts/", length=1024)
+batch = task.collate([task.train[i] for i in range(8)])
 """
 
 import importlib
@@ -12,8 +12,20 @@ from .contract import IGNORE, KINDS, Published, Special, Task
 from .packing import cu_seqlens, segment_ids
 from .source import DataError
 
-__all__ = ["IGNORE", "KINDS", "DataError", "Published", "Special", "Task", "build", "cu_seqlens", "names", "pretraining", "segment_ids",
-           "settings"]  # fmt: skip
+__all__ = [
+    "IGNORE",
+    "KINDS",
+    "DataError",
+    "Published",
+    "Special",
+    "Task",
+    "build",
+    "cu_seqlens",
+    "names",
+    "pretraining",
+    "segment_ids",
+    "settings",
+]
 
 _MODULES = {
     "lm": "language",

@@ -1,4 +1,4 @@
-"""Text to a class: `classify` for one's own table, and Long-Range Arena's `text` (IMDB) and `retrieval` (AAN pairs), as bytes."""
+"""Text to a class: `classify` for one's own table, and Long-Range Arena's `text` (IMDB) and `retrieval` (AAN), as bytes."""
 
 import json
 from collections.abc import Iterable, Sequence
@@ -24,7 +24,9 @@ from .tokens import Encoder, encoder
 TEXT = ("text", "sentence", "sentence1", "text1", "question1", "premise", "review", "content", "source")
 PAIR = ("sentence2", "text2", "question2", "hypothesis", "pair")
 LABEL = ("label", "labels", "target", "class", "sentiment", "category")
+BYTES = Special()
 IMDB = ("label", "rating", "id", "text")
+MORE = "Give more rows to hold some out, or files named train, validation and test"
 AAN = ("label", "id1", "id2", "text1", "text2")
 
 
@@ -43,8 +45,19 @@ class Collate:
         return batch
 
 
-def task(*, name: str, sets: dict[str, Any], vocab_size: int, length: int, labels: Sequence[str], settings: dict[str, Any],
-         special: Special = Special(), pair: bool = False, tokenizer: Any = None, published: Any = None) -> Task:  # fmt: skip
+def task(
+    *,
+    name: str,
+    sets: dict[str, Any],
+    vocab_size: int,
+    length: int,
+    labels: Sequence[str],
+    settings: dict[str, Any],
+    special: Special = BYTES,
+    pair: bool = False,
+    tokenizer: Any = None,
+    published: Any = None,
+) -> Task:
     """A classification task over prepared sets: what `classify` and all of Long-Range Arena share."""
     return Task(
         name=name,
@@ -87,8 +100,19 @@ def _label(row: Row, name: str) -> str:
     raise row.error(f"column {name!r} must hold a label; got {value!r}")
 
 
-def _write(rows: Iterable[tuple[str, Row]], encode: Encoder, folder: Path, *, length: int, labels: Sequence[str], towers: bool,
-           text: str | None, pair: str | None, label: str | None, needed: Sequence[str]) -> None:  # fmt: skip
+def _write(
+    rows: Iterable[tuple[str, Row]],
+    encode: Encoder,
+    folder: Path,
+    *,
+    length: int,
+    labels: Sequence[str],
+    towers: bool,
+    text: str | None,
+    pair: str | None,
+    label: str | None,
+    needed: Sequence[str],
+) -> None:
     """Encodes every row into its split's table. A pair is one sequence with a separator, or two if `towers`."""
     number, special = {name: index for index, name in enumerate(labels)}, encode.special
     arrays = {name: encode.dtype for name in (("input_ids", "pair_input_ids") if towers else ("input_ids",))}
@@ -112,13 +136,27 @@ def _write(rows: Iterable[tuple[str, Row]], encode: Encoder, folder: Path, *, le
             count[split] += 1
     for split in needed:
         if not count[split]:
-            raise DataError(f"the {split} split has no rows. Give more rows to hold some out, or files named train, validation and test")
+            raise DataError(f"the {split} split has no rows. {MORE}")
     (folder / "labels.json").write_text(json.dumps(list(labels)))
 
 
-def _from_table(name: str, *, data: Any, columns: Sequence[str] | None, length: int, tokenizer: str, text: str | None, pair: str | None,
-                label: str | None, labels: Sequence[str] | None, holdout: float | None, seed: int, cache: Any, towers: bool = False,
-                published: Any = None) -> Task:  # fmt: skip
+def _from_table(
+    name: str,
+    *,
+    data: Any,
+    columns: Sequence[str] | None,
+    length: int,
+    tokenizer: str,
+    text: str | None,
+    pair: str | None,
+    label: str | None,
+    labels: Sequence[str] | None,
+    holdout: float | None,
+    seed: int,
+    cache: Any,
+    towers: bool = False,
+    published: Any = None,
+) -> Task:
     if length < 8:
         raise ValueError(f"length must be at least 8; got {length}")
     if data is None:
@@ -134,10 +172,14 @@ def _from_table(name: str, *, data: Any, columns: Sequence[str] | None, length: 
     def make(draft: Path) -> None:
         names = tuple(map(str, labels)) if labels else label_set(read(), label)
         needed = SPLITS if holdout else ("train", "test")
-        _write(read(), encode, draft, length=length, labels=names, towers=towers, text=text, pair=pair, label=label, needed=needed)
+        _write(
+            read(), encode, draft, length=length, labels=names, towers=towers, text=text, pair=pair, label=label, needed=needed
+        )
 
     vocabulary = encode.tokenizer.backend_tokenizer.to_str()
-    folder = prepared("classified", make, cache=cache, vocabulary=vocabulary, length=length, towers=towers, labels=labels, **key)
+    folder = prepared(
+        "classified", make, cache=cache, vocabulary=vocabulary, length=length, towers=towers, labels=labels, **key
+    )
     sets = {split: Table(folder / split) for split in SPLITS}
     if not len(sets["validation"]):
         sets["validation"] = sets["test"]
@@ -159,23 +201,66 @@ def _read(data: Any, *, columns: Sequence[str] | None, holdout: float | None, se
     return split_rows(tables(data, columns=columns), holdout=holdout, seed=seed)
 
 
-def classify(*, data: Any = None, length: int = 256, tokenizer: str = "bytes", columns: Sequence[str] | None = None, text: str | None = None,
-             pair: str | None = None, label: str | None = None, labels: Sequence[str] | None = None, holdout: float = 0.1, seed: int = 0,
-             cache: Any = None) -> Task:  # fmt: skip
-    """Classification of texts, or of pairs if `pair` names the second column. `columns` names those of a file without header."""
-    return _from_table("classify", data=data, columns=columns, length=length, tokenizer=tokenizer, text=text, pair=pair, label=label,
-                       labels=labels, holdout=holdout, seed=seed, cache=cache)  # fmt: skip
+def classify(
+    *,
+    data: Any = None,
+    length: int = 256,
+    tokenizer: str = "bytes",
+    columns: Sequence[str] | None = None,
+    text: str | None = None,
+    pair: str | None = None,
+    label: str | None = None,
+    labels: Sequence[str] | None = None,
+    holdout: float = 0.1,
+    seed: int = 0,
+    cache: Any = None,
+) -> Task:
+    """Classification of texts, or of pairs if `pair` names the second column. `columns` names those of a headerless file."""
+    return _from_table(
+        "classify",
+        data=data,
+        columns=columns,
+        length=length,
+        tokenizer=tokenizer,
+        text=text,
+        pair=pair,
+        label=label,
+        labels=labels,
+        holdout=holdout,
+        seed=seed,
+        cache=cache,
+    )
 
 
-def text(*, data: Any, length: int = 4096, columns: Sequence[str] | None = IMDB, holdout: float | None = None, seed: int = 0,
-         cache: Any = None) -> Task:  # fmt: skip
+def text(
+    *,
+    data: Any,
+    length: int = 4096,
+    columns: Sequence[str] | None = IMDB,
+    holdout: float | None = None,
+    seed: int = 0,
+    cache: Any = None,
+) -> Task:
     """Long-Range Arena's Text: IMDB reviews as bytes; the class token counts within `length`.
 
     `data` holds train and test, as label, rating, id, text without header (or other `columns`; None reads them from a header).
     As published, validation is the test set; `holdout=0.1` takes a tenth of the training set instead.
     """
-    return _from_table("text", data=data, columns=columns, length=length, tokenizer="bytes", text=None, pair=None, label=None,
-                       labels=None, holdout=holdout, seed=seed, cache=cache, published=PUBLISHED["text"])  # fmt: skip
+    return _from_table(
+        "text",
+        data=data,
+        columns=columns,
+        length=length,
+        tokenizer="bytes",
+        text=None,
+        pair=None,
+        label=None,
+        labels=None,
+        holdout=holdout,
+        seed=seed,
+        cache=cache,
+        published=PUBLISHED["text"],
+    )
 
 
 def retrieval(*, data: Any, length: int = 4000, columns: Sequence[str] | None = AAN, seed: int = 0, cache: Any = None) -> Task:
@@ -183,5 +268,19 @@ def retrieval(*, data: Any, length: int = 4000, columns: Sequence[str] | None = 
 
     `data` is the published folder (new_aan_pairs.train.tsv, .eval.tsv, .test.tsv): label, id1, id2, text1, text2, no header.
     """
-    return _from_table("retrieval", data=data, columns=columns, length=length, tokenizer="bytes", text="text1", pair="text2", label=None,
-                       labels=("0", "1"), holdout=0.1, seed=seed, cache=cache, towers=True, published=PUBLISHED["retrieval"])  # fmt: skip
+    return _from_table(
+        "retrieval",
+        data=data,
+        columns=columns,
+        length=length,
+        tokenizer="bytes",
+        text="text1",
+        pair="text2",
+        label=None,
+        labels=("0", "1"),
+        holdout=0.1,
+        seed=seed,
+        cache=cache,
+        towers=True,
+        published=PUBLISHED["retrieval"],
+    )

@@ -57,7 +57,8 @@ class Task:
                                   both with position_ids (B, L) when packed: 0 where a document begins (see packing.py)
         sequence-classification   input_ids, attention_mask (B, L), labels (B,)
         pair-classification       the same, with pair_input_ids and pair_attention_mask (B, L2) for the second text
-        seq2seq                   input_ids, attention_mask (B, L), labels (B, T) that end in `special.eos`; decoding starts from `special.bos`
+        seq2seq                   input_ids, attention_mask (B, L), labels (B, T) that end in `special.eos`;
+                                  decoding starts from `special.bos`
 
     `compute_metrics` and `preprocess_logits_for_metrics` go to `transformers.Trainer` as they are. Datasets are map-style and
     depend on the data, the settings and the seed only: not on the process, the worker or the order of access.

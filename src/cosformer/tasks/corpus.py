@@ -7,8 +7,23 @@ from pathlib import Path
 from typing import Any
 
 from .cache import digest
-from .source import PIECE, SPLITS, TABLES, DataError, Holdout, column, files, fingerprint, form, is_saved_dataset, locate, opened
-from .source import pieces, split_rows, tables
+from .source import (
+    PIECE,
+    SPLITS,
+    TABLES,
+    DataError,
+    Holdout,
+    column,
+    files,
+    fingerprint,
+    form,
+    is_saved_dataset,
+    locate,
+    opened,
+    pieces,
+    split_rows,
+    tables,
+)
 
 TEXT_COLUMNS = ("text", "content", "sentence", "document", "review")
 Piece = tuple[str, str, bool]  # split, text, whether the document ends here
@@ -31,7 +46,9 @@ class Corpus:
     splits, documents are held out; fewer files than one holdout block are cut by size instead, the end going to test.
     """
 
-    def __init__(self, data: Any = None, *, text: str | None = None, separator: str | None = None, holdout: float = 0.05, seed: int = 0):
+    def __init__(
+        self, data: Any = None, *, text: str | None = None, separator: str | None = None, holdout: float = 0.05, seed: int = 0
+    ):
         self.data, self.text, self.separator, self.holdout, self.seed = data, text, separator, holdout, seed
         if data is None:
             self.parts: dict[str, list[Path]] | None = {"all": standard_library()}
@@ -123,7 +140,7 @@ def _size(file: Path) -> int:
 def _cut(documents: Iterable[tuple[str, bool]], room: list[list]) -> Iterator[Piece]:
     """Gives text to the first split of `room` (name, bytes left) until it is full, then to the next, cutting after a line."""
     for text, end in documents:
-        while len(room) > 1 and (size := len(text.encode())) > room[0][1]:
+        while len(room) > 1 and len(text.encode()) > room[0][1]:
             head = text.encode()[: room[0][1]].decode(errors="ignore")
             head = head[: head.rfind("\n") + 1] or head
             yield room.pop(0)[0], head, True

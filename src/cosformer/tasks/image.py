@@ -30,7 +30,7 @@ def _grey(colour: np.ndarray) -> np.ndarray:
 class _ArraysOnly(pickle.Unpickler):
     """Reads CIFAR's pickles and nothing that could run code: only what numpy arrays are made of."""
 
-    allowed = {("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode")}
+    allowed = (("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode"))
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
@@ -69,7 +69,9 @@ def _png(path: Path) -> np.ndarray:
     finally:
         Image.MAX_IMAGE_PIXELS = limit
     if pixels.shape[1] != SIDE or len(pixels) % SIDE:
-        raise DataError(f"expected a strip of {SIDE} x {SIDE} images, got {pixels.shape[1]} x {pixels.shape[0]} pixels", path=path)
+        raise DataError(
+            f"expected a strip of {SIDE} x {SIDE} images, got {pixels.shape[1]} x {pixels.shape[0]} pixels", path=path
+        )
     return pixels.reshape(-1, PIXELS)
 
 
@@ -87,11 +89,12 @@ def _grey_strips(folder: Path) -> Iterator[tuple[str, Path, Batch]]:
 
 def _forms(folder: Path) -> list[Path]:
     """The files of whichever form the folder has."""
-    for required, patterns in (("train_labels.u8", ("*.png", "*.u8")), ("data_batch_1.bin", ("*_batch*.bin",)), ("data_batch_1", ("*_batch*",))):
+    strips, binary, python = ("*.png", "*.u8"), ("*_batch*.bin",), ("*_batch*",)
+    for required, patterns in (("train_labels.u8", strips), ("data_batch_1.bin", binary), ("data_batch_1", python)):
         if (folder / required).is_file():
             return sorted({path for pattern in patterns for path in folder.glob(pattern)})
-    raise DataError("expected CIFAR-10 as data_batch_1 ... test_batch (python), data_batch_1.bin ... (binary), or grey strips train_*.png, "
-                    "test.png with train_labels.u8, test_labels.u8", path=folder)  # fmt: skip
+    forms = "data_batch_1 ... test_batch (python), data_batch_1.bin ... (binary), or grey strips train_*.png, test.png with "
+    raise DataError(f"expected CIFAR-10 as {forms}train_labels.u8, test_labels.u8", path=folder)
 
 
 def batches(folder: Path) -> Iterator[tuple[str, Path, Batch]]:
@@ -122,10 +125,17 @@ def _write(source: Path, folder: Path) -> None:
 
 
 def image(*, data: Any, cache: Any = None) -> Task:
-    """CIFAR-10 in grey from its python or binary form, or from strips of grey PNG; no class token, so rows have 1,024 tokens."""
+    """CIFAR-10 in grey from its python or binary form, or from strips of grey PNG; no class token, so 1,024 tokens a row."""
     source = locate(data)
     settings = {"content": [digest(path) for path in _forms(source)]}
     folder = prepared("image", lambda draft: _write(source, draft), cache=cache, **settings)
     sets = {split: Table(folder / split) for split in SPLITS}
-    return task(name="image", sets=sets, vocab_size=Special.count + 256, length=PIXELS, labels=LABELS, published=PUBLISHED["image"],
-                settings=settings)  # fmt: skip
+    return task(
+        name="image",
+        sets=sets,
+        vocab_size=Special.count + 256,
+        length=PIXELS,
+        labels=LABELS,
+        published=PUBLISHED["image"],
+        settings=settings,
+    )

@@ -35,8 +35,8 @@ def _tokenise(corpus: Corpus, encode: Encoder, folder: Path) -> None:
                 begun[split] = False
     for split in SPLITS:
         if not size[split]:
-            raise DataError(f"the {split} split is empty: too few documents to hold some out. Give more, or files named "
-                            "train, validation and test", path=corpus.data)  # fmt: skip
+            few = "too few documents to hold some out. Give more, or files named train, validation and test"
+            raise DataError(f"the {split} split is empty: {few}", path=corpus.data)
     (folder / "bytes.json").write_text(json.dumps(size))
 
 
@@ -50,14 +50,27 @@ def _tables(corpus: Corpus, tokenizer: str, cache: Any) -> tuple[Encoder, dict[s
     return encode, tables, json.loads((folder / "bytes.json").read_text()), key
 
 
-def lm(*, data: Any = None, length: int = 512, stride: int | None = None, tokenizer: str = "bytes", isolate: bool = True,
-       text: str | None = None, separator: str | None = None, holdout: float = 0.05, seed: int = 0, cache: Any = None) -> Task:  # fmt: skip
+def lm(
+    *,
+    data: Any = None,
+    length: int = 512,
+    stride: int | None = None,
+    tokenizer: str = "bytes",
+    isolate: bool = True,
+    text: str | None = None,
+    separator: str | None = None,
+    holdout: float = 0.05,
+    seed: int = 0,
+    cache: Any = None,
+) -> Task:
     """Autoregressive language modelling.
 
     Evaluation slides: windows begin every `stride` tokens (half the length if None) and score only what is new.
     `isolate=False` lets attention cross documents, as papers on WikiText do: the batch then has no `position_ids`.
     """
-    encode, tables, size, key = _tables(Corpus(data, text=text, separator=separator, holdout=holdout, seed=seed), tokenizer, cache)
+    encode, tables, size, key = _tables(
+        Corpus(data, text=text, separator=separator, holdout=holdout, seed=seed), tokenizer, cache
+    )
     stride = length // 2 if stride is None else stride
     # Tokens that are not strings of bytes get the training set's mean; exact on the whole, not token by token.
     lengths = encode.byte_lengths()
@@ -81,16 +94,32 @@ def lm(*, data: Any = None, length: int = 512, stride: int | None = None, tokeni
     )
 
 
-def mlm(*, data: Any = None, length: int = 512, tokenizer: str = "bytes", isolate: bool = True, whole_word: bool = False,
-        share: float = 0.15, copies: int = 10, text: str | None = None, separator: str | None = None, holdout: float = 0.05,
-        seed: int = 0, cache: Any = None) -> Task:  # fmt: skip
+def mlm(
+    *,
+    data: Any = None,
+    length: int = 512,
+    tokenizer: str = "bytes",
+    isolate: bool = True,
+    whole_word: bool = False,
+    share: float = 0.15,
+    copies: int = 10,
+    text: str | None = None,
+    separator: str | None = None,
+    holdout: float = 0.05,
+    seed: int = 0,
+    cache: Any = None,
+) -> Task:
     """Masked pre-training: `share` of the tokens hidden, whole words at a time if `whole_word`; see packing.Masked."""
-    encode, tables, _, key = _tables(Corpus(data, text=text, separator=separator, holdout=holdout, seed=seed), tokenizer, cache)
+    encode, tables, _, key = _tables(
+        Corpus(data, text=text, separator=separator, holdout=holdout, seed=seed), tokenizer, cache
+    )
     joins = encode.joins() if whole_word else None
 
     def masked(split: str, copies: int) -> Masked:
         windows = Packed(tables[split], length=length, isolate=isolate)
-        return Masked(windows, content=encode.content(), mask=encode.special.mask, seed=seed, copies=copies, share=share, joins=joins)
+        return Masked(
+            windows, content=encode.content(), mask=encode.special.mask, seed=seed, copies=copies, share=share, joins=joins
+        )
 
     return Task(
         name="mlm",
@@ -107,6 +136,13 @@ def mlm(*, data: Any = None, length: int = 512, tokenizer: str = "bytes", isolat
         max_length=length,
         special=encode.special,
         tokenizer=encode.tokenizer,
-        settings={"length": length, "tokenizer": tokenizer, "isolate": isolate, "whole_word": whole_word, "share": share,
-                  "copies": copies, **key},
-    )  # fmt: skip
+        settings={
+            "length": length,
+            "tokenizer": tokenizer,
+            "isolate": isolate,
+            "whole_word": whole_word,
+            "share": share,
+            "copies": copies,
+            **key,
+        },
+    )

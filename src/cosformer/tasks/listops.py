@@ -1,9 +1,9 @@
-"""ListOps, Long-Range Arena's nested lists of MIN, MAX, MED and SM (sum modulo 10): generated as published, or read from its TSV.
+"""ListOps, Long-Range Arena's nested MIN, MAX, MED and SM (sum modulo 10): generated as published, or read from its TSV.
 
     [MAX 4 3 [MIN 2 3 ] 1 0 [MED 1 5 8 9 2 ] ]  ->  5
 
 A node is an operator with probability 1/4 while its depth is below the limit (the root's is 1), otherwise a digit; an operator
-has 2 to `args` arguments. Trees are kept whose tokens, closing brackets included, number more than the least and fewer than the
+has 2 to `args` arguments. Trees are kept whose tokens, closing brackets included, are more than the least and fewer than the
 most; duplicates are not. Whole batches of trees grow level by level in numpy, then only the kept ones are written out.
 """
 
@@ -28,7 +28,7 @@ OPERATOR_SHARE = 0.25
 
 
 def _grow(rng: np.random.Generator, trees: int, *, depth: int, args: int) -> list[np.ndarray]:
-    """Levels of a forest: the number of arguments of each node, 0 for a digit. A level's nodes are its parents' arguments in order.
+    """Levels of a forest: each node's number of arguments, 0 for a digit. A level's nodes are the arguments of the one above.
 
     Every root is an operator: a digit alone is a tree of one token, which no length limit keeps.
     """
@@ -91,8 +91,14 @@ def _write_out(rng: np.random.Generator, levels: list[np.ndarray]) -> tuple[np.n
         if len(inner):
             count = arity[inner]
             starts = np.cumsum(count) - count
-            found = np.stack([np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts),
-                              _median(values, count, starts), np.add.reduceat(values, starts) % 10])  # fmt: skip
+            found = np.stack(
+                [
+                    np.minimum.reduceat(values, starts),
+                    np.maximum.reduceat(values, starts),
+                    _median(values, count, starts),
+                    np.add.reduceat(values, starts) % 10,
+                ]
+            )
             own[inner] = found[symbol[inner] - 10, np.arange(len(inner))]
         values = own
     return tokens, ends, values
@@ -114,8 +120,10 @@ def trees(*, seed: int, least: int, most: int, depth: int, args: int, batch: int
                     idle = 0
                     yield tree, int(value)
         if idle == 50:
-            raise ValueError(f"no new tree of more than {least} and fewer than {most} tokens in {50 * batch:,} draws with depth={depth}, "
-                             f"args={args}; {len(seen):,} found before. Ask for fewer examples or longer trees")  # fmt: skip
+            raise ValueError(
+                f"no new tree of more than {least} and fewer than {most} tokens in {50 * batch:,} draws with depth={depth}, "
+                f"args={args}; {len(seen):,} found before. Ask for fewer examples or longer trees"
+            )
 
 
 def _generate(folder: Path, *, examples: Sequence[int], **limits: int) -> None:
@@ -131,7 +139,10 @@ def _read(data: Any, folder: Path, *, length: int, seed: int) -> None:
     """The published TSV: columns Source (with the round brackets of its binary tree, which say nothing more) and Target."""
     number = {symbol: index + Special.count for index, symbol in enumerate(SYMBOLS)} | {"(": None, ")": None}
     with ExitStack() as stack:
-        writers = {s: stack.enter_context(Writer(folder / s, arrays={"input_ids": "uint8"}, numbers={"labels": "int64"})) for s in SPLITS}
+        writers = {
+            s: stack.enter_context(Writer(folder / s, arrays={"input_ids": "uint8"}, numbers={"labels": "int64"}))
+            for s in SPLITS
+        }
         for split, row in split_rows(tables(data), holdout=0.05, seed=seed):
             if not {"Source", "Target"} <= row.fields.keys():
                 raise row.error(f"expected the columns Source and Target, found {', '.join(row.fields)}")
@@ -149,8 +160,17 @@ def _read(data: Any, folder: Path, *, length: int, seed: int) -> None:
             raise DataError(f"the {split} split has no rows", path=data)
 
 
-def listops(*, data: Any = None, length: int = 2000, least: int | None = None, depth: int = 10, args: int = 10,
-            examples: Sequence[int] = (96_000, 2_000, 2_000), seed: int = 0, cache: Any = None) -> Task:  # fmt: skip
+def listops(
+    *,
+    data: Any = None,
+    length: int = 2000,
+    least: int | None = None,
+    depth: int = 10,
+    args: int = 10,
+    examples: Sequence[int] = (96_000, 2_000, 2_000),
+    seed: int = 0,
+    cache: Any = None,
+) -> Task:
     """ListOps with the published limits and splits. For a short setting give a smaller `length` (and `depth`, `args`).
 
     Trees have more than `least` tokens (a quarter of the length if None, as published) and fewer than `length`; the class
@@ -158,7 +178,8 @@ def listops(*, data: Any = None, length: int = 2000, least: int | None = None, d
     """
     least = length // 4 if least is None else least
     if not (2 <= args and 2 <= depth and 0 <= least < length - 4):
-        raise ValueError(f"need args >= 2, depth >= 2 and 0 <= least < length - 4; got args={args}, depth={depth}, least={least}, length={length}")
+        given = f"args={args}, depth={depth}, least={least}, length={length}"
+        raise ValueError(f"need args >= 2, depth >= 2 and 0 <= least < length - 4; got {given}")
     if data is None:
         limits = {"least": least, "most": length, "depth": depth, "args": args, "seed": seed}
         settings: dict[str, Any] = {**limits, "examples": list(examples)}
@@ -167,5 +188,12 @@ def listops(*, data: Any = None, length: int = 2000, least: int | None = None, d
         settings = {"content": fingerprint(data), "length": length, "seed": seed}
         folder = prepared("listops", lambda draft: _read(data, draft, length=length, seed=seed), cache=cache, **settings)
     sets = {split: Table(folder / split) for split in SPLITS}
-    return task(name="listops", sets=sets, vocab_size=Special.count + len(SYMBOLS), length=length, labels=SYMBOLS[:10],
-                published=PUBLISHED["listops"], settings=settings)  # fmt: skip
+    return task(
+        name="listops",
+        sets=sets,
+        vocab_size=Special.count + len(SYMBOLS),
+        length=length,
+        labels=SYMBOLS[:10],
+        published=PUBLISHED["listops"],
+        settings=settings,
+    )

@@ -60,7 +60,7 @@ def class_choice(output: Any, labels: Tensor) -> Tensor:
 
 
 def classification(prediction: Any) -> dict[str, float]:
-    """accuracy, and F1: of class 1 where there are two classes, as GLUE reports it; otherwise its mean over the classes seen."""
+    """accuracy, and F1: of class 1 where there are two classes, as GLUE reports it; else its mean over the classes seen."""
     chosen, labels = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
     seen = np.union1d(chosen, labels)
     classes = [1] if seen.max() <= 1 else list(seen)

@@ -1,8 +1,8 @@
 """Documents packed into windows of one length, with no leak between them; sliding evaluation; masking.
 
 Where a document begins, `position_ids` begin again at 0: Hugging Face's own mark of packed batches. A model that honours it
-(or turns it into `cu_seqlens`) computes what it would on each document alone. No token is ever asked for from another document:
-the first of each has no label.
+(or turns it into `cu_seqlens`) computes what it would on each document alone. No token is asked for from another document: the
+first of each has no label.
 """
 
 from collections.abc import Sequence
@@ -66,8 +66,17 @@ class Masked(Dataset):
     times, differently masked, where collators that draw as they go would give a resumed run other masks.
     """
 
-    def __init__(self, inner: Dataset, *, content: np.ndarray, mask: int, seed: int, copies: int = 1, share: float = 0.15,
-                 joins: tuple[np.ndarray, np.ndarray] | None = None):  # fmt: skip
+    def __init__(
+        self,
+        inner: Dataset,
+        *,
+        content: np.ndarray,
+        mask: int,
+        seed: int,
+        copies: int = 1,
+        share: float = 0.15,
+        joins: tuple[np.ndarray, np.ndarray] | None = None,
+    ):
         if not 0 < share < 1:
             raise ValueError(f"share of masked tokens must lie in (0, 1); got {share}")
         self.inner, self.mask, self.seed, self.copies, self.share, self.joins = inner, mask, seed, copies, share, joins

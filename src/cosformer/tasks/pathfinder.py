@@ -52,17 +52,16 @@ class Drawing:
     dashes: int = 14  # of each curve; distracting ones have a third
 
 
+_LARGE = {"padding": 22, "seed_distance": 27, "radius": 5, "dash": 5, "thickness": 2, "distractor_dashes": 30, "contrast": 1.0}
 DRAWINGS = {
-    32: Drawing(window=32, margins=(1,), padding=1, seed_distance=7, radius=1.5, dash=2, thickness=0.5, continuity=1.0, distractor_dashes=20,
-                contrast=1.5),
-    64: Drawing(window=64, margins=(1,), padding=1, seed_distance=12, radius=2.5, dash=5, thickness=1, continuity=1.8, distractor_dashes=22,
-                contrast=0.8),
+    32: Drawing(window=32, margins=(1,), padding=1, seed_distance=7, radius=1.5, dash=2, thickness=0.5, continuity=1.0,
+                distractor_dashes=20, contrast=1.5),
+    64: Drawing(window=64, margins=(1,), padding=1, seed_distance=12, radius=2.5, dash=5, thickness=1, continuity=1.8,
+                distractor_dashes=22, contrast=0.8),
     128: Drawing(window=128, margins=(2, 3), padding=1, seed_distance=20, radius=3, dash=5, thickness=1.5, continuity=1.8,
                  distractor_dashes=35, contrast=0.9),
-    256: Drawing(window=256, margins=(3,), padding=22, seed_distance=27, radius=5, dash=5, thickness=2, continuity=1.8, distractor_dashes=30,
-                 contrast=1.0),
-    300: Drawing(window=300, margins=(3,), padding=22, seed_distance=27, radius=5, dash=5, thickness=2, continuity=1.8, distractor_dashes=30,
-                 contrast=1.0),
+    256: Drawing(window=256, margins=(3,), continuity=1.8, **_LARGE),
+    300: Drawing(window=300, margins=(3,), continuity=1.8, **_LARGE),
 }  # fmt: skip
 
 
@@ -92,7 +91,7 @@ def _offsets(cells: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
 
 
 class _Field:
-    """B drawings as they grow. `rows` are drawings' numbers; a dash has room if no dash in an earlier slot is near, but its `last`."""
+    """B drawings as they grow. `rows` are drawings' numbers; a dash has room if no earlier slot's is near, but its `last`."""
 
     def __init__(self, drawing: Drawing, margins: np.ndarray, slots: int):
         self.drawing, self.margins = drawing, margins
@@ -118,9 +117,16 @@ class _Field:
         clearance = 2 * self.margins[rows, None] + self.drawing.thickness
         return inside & (apart.min((2, 3), initial=np.inf) >= clearance**2)
 
-    def choose(self, rng: np.random.Generator, rows: np.ndarray, slot: np.ndarray, last: np.ndarray, ends: tuple[np.ndarray, np.ndarray],
-               weight: np.ndarray) -> np.ndarray:  # fmt: skip
-        """Puts one of the dashes that have room, from `ends` (n, K, 2) each and drawn by `weight`, into `slot`; (n,) whether there was one."""
+    def choose(
+        self,
+        rng: np.random.Generator,
+        rows: np.ndarray,
+        slot: np.ndarray,
+        last: np.ndarray,
+        ends: tuple[np.ndarray, np.ndarray],
+        weight: np.ndarray,
+    ) -> np.ndarray:
+        """Puts a dash that has room, drawn by `weight` (n, K), into `slot`; (n,) whether there was one."""
         candidates = np.stack(ends, -2).astype(np.float32)
         chance = weight * self.room(rows, slot, last, candidates)
         total = chance.cumsum(1)
@@ -135,7 +141,7 @@ class _Field:
         return self.choose(rng, rows, slot, np.full(len(rows), -1), ends, np.ones(places.shape[:2]))
 
     def extend(self, rng: np.random.Generator, rows: np.ndarray, slot: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """The dash that goes on from that in `last`: of the turns that have room, one drawn in proportion to cos^2(continuity * turn)."""
+        """The dash that goes on from that in `last`: of the turns with room, one in proportion to cos^2(continuity * turn)."""
         start, end = self.dashes[rows, last, 0], self.dashes[rows, last, 1]
         angle = np.arctan2(end[:, 1] - start[:, 1], end[:, 0] - start[:, 0])
         margin, limit = self.margins[rows, None], min(math.pi / 2 / self.drawing.continuity, math.pi)
@@ -194,16 +200,20 @@ def render(sketches: Sketches, drawing: Drawing, size: int) -> np.ndarray:
     canvas = np.zeros((count, window, window), np.float32)
 
     def stamp(shapes: np.ndarray, radius: float, value: float) -> None:
-        """Draws segments (B, S, 2, 2) of half-width `radius`, each on the small square around it; a disc is one without length."""
+        """Draws segments (B, S, 2, 2) of half-width `radius`, each on the square around it; a disc is one without length."""
         reach = math.ceil(drawing.dash / 2 + radius) + 1
         row, slot = np.nonzero(~np.isnan(shapes[..., 0, 0]))
         a, b = shapes[row, slot, 0], shapes[row, slot, 1]
         corner = np.round((a + b) / 2).astype(int) - reach  # (n, 2), x and y
-        grid = ((np.arange((2 * reach + 1) * fine) + 0.5) / fine - 0.5).astype(np.float32)  # centres of the fine cells of a patch
+        grid = ((np.arange((2 * reach + 1) * fine) + 0.5) / fine - 0.5).astype(
+            np.float32
+        )  # centres of the fine cells of a patch
         near = _offsets(corner[..., None].astype(np.float32) + grid, a, b) <= radius**2
         patch = near.reshape(len(a), 2 * reach + 1, fine, 2 * reach + 1, fine).mean((2, 4), dtype=np.float32) * value
         cell = np.arange(2 * reach + 1)
-        rows, columns = np.broadcast_arrays(corner[:, 1, None, None] + cell[None, :, None], corner[:, 0, None, None] + cell[None, None, :])
+        rows, columns = np.broadcast_arrays(
+            corner[:, 1, None, None] + cell[None, :, None], corner[:, 0, None, None] + cell[None, None, :]
+        )
         shown = (rows >= 0) & (rows < window) & (columns >= 0) & (columns < window)
         image = np.broadcast_to(row[:, None, None], rows.shape)
         np.maximum.at(canvas, (image[shown], rows[shown], columns[shown]), patch[shown])
@@ -225,7 +235,7 @@ def _resize(canvas: np.ndarray, size: int) -> np.ndarray:
 
 
 def images(*, drawing: Drawing, size: int, seed: Sequence[int]) -> Iterator[tuple[np.ndarray, int]]:
-    """(pixels (size, size), label) without end. Batches have seeds of their own, so how many are drawn at once changes nothing."""
+    """(pixels (size, size), label) without end. Batches have their own seeds: how many are drawn at once changes nothing."""
 
     def batch(number: int) -> tuple[np.ndarray, np.ndarray]:
         made = sketch(np.random.default_rng((*seed, number)), BATCH, drawing)
@@ -238,7 +248,8 @@ def images(*, drawing: Drawing, size: int, seed: Sequence[int]) -> Iterator[tupl
                 yield from zip(pixels, map(int, labels))
                 idle = 0 if len(labels) else idle + 1
             if idle >= 100:
-                raise ValueError(f"no drawing of {drawing.dashes} dashes found room in {idle * BATCH:,} attempts on {drawing.window} pixels")
+                tried = f"{idle * BATCH:,} attempts on {drawing.window} pixels"
+                raise ValueError(f"no drawing of {drawing.dashes} dashes found room in {tried}")
 
 
 def _generate(folder: Path, *, drawing: Drawing, size: int, examples: Sequence[int], seed: int) -> None:
@@ -248,9 +259,17 @@ def _generate(folder: Path, *, drawing: Drawing, size: int, examples: Sequence[i
                 writer.add(input_ids=pixels.reshape(-1).astype(np.uint16) + Special.count, labels=label)
 
 
-def pathfinder(*, size: int = 32, difficulty: str = "hard", drawing: int | None = None, continuity: float | None = None,
-               examples: Sequence[int] = (160_000, 20_000, 20_000), seed: int = 0, cache: Any = None) -> Task:  # fmt: skip
-    """Pathfinder at `size` x `size` (128 is Path-X); `difficulty` sets the dashes of a curve: easy 6, intermediate 9, hard 14.
+def pathfinder(
+    *,
+    size: int = 32,
+    difficulty: str = "hard",
+    drawing: int | None = None,
+    continuity: float | None = None,
+    examples: Sequence[int] = (160_000, 20_000, 20_000),
+    seed: int = 0,
+    cache: Any = None,
+) -> Task:
+    """Pathfinder at `size` x `size` (128 is Path-X); `difficulty` sets how many dashes a curve has.
 
     Drawn at that size with the parameters published for it, or, with `drawing=300`, as the original 300 x 300 and scaled down.
     """
@@ -261,9 +280,19 @@ def pathfinder(*, size: int = 32, difficulty: str = "hard", drawing: int | None 
     chosen = replace(DRAWINGS[drawing or size], dashes=DIFFICULTY[difficulty])
     chosen = chosen if continuity is None else replace(chosen, continuity=continuity)
     settings = {"size": size, "drawing": asdict(chosen), "examples": list(examples), "seed": seed}
-    make = lambda draft: _generate(draft, drawing=chosen, size=size, examples=examples, seed=seed)  # noqa: E731
+
+    def make(draft: Path) -> None:
+        _generate(draft, drawing=chosen, size=size, examples=examples, seed=seed)
+
     folder = prepared("pathfinder", make, cache=cache, **settings)
     sets = {split: Table(folder / split) for split in SPLITS}
     published = replace(PUBLISHED["pathfinder"], length=size * size)
-    return task(name="pathfinder", sets=sets, vocab_size=Special.count + 256, length=size * size, labels=("apart", "joined"),
-                published=published, settings=settings)  # fmt: skip
+    return task(
+        name="pathfinder",
+        sets=sets,
+        vocab_size=Special.count + 256,
+        length=size * size,
+        labels=("apart", "joined"),
+        published=published,
+        settings=settings,
+    )

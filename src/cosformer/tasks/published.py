@@ -10,11 +10,37 @@ SOURCE = "Tay et al. 2021, Long Range Arena"
 RSQRT, COSINE = "constant * linear_warmup * rsqrt_decay", "constant * linear_warmup * cosine_decay"
 
 
-def _sizes(layers: int, width: int, attention_width: int, heads: int, feedforward: int, pooling: str, length: int, batch: int, steps: int,
-           learning_rate: float, schedule: str, warmup: int, weight_decay: float) -> Published:  # fmt: skip
-    return Published(layers=layers, width=width, attention_width=attention_width, heads=heads, feedforward=feedforward, pooling=pooling,
-                     length=length, batch=batch, steps=steps, learning_rate=learning_rate, schedule=schedule, warmup=warmup,
-                     weight_decay=weight_decay, source=SOURCE)  # fmt: skip
+def _sizes(
+    layers: int,
+    width: int,
+    attention_width: int,
+    heads: int,
+    feedforward: int,
+    pooling: str,
+    length: int,
+    batch: int,
+    steps: int,
+    learning_rate: float,
+    schedule: str,
+    warmup: int,
+    weight_decay: float,
+) -> Published:
+    return Published(
+        layers=layers,
+        width=width,
+        attention_width=attention_width,
+        heads=heads,
+        feedforward=feedforward,
+        pooling=pooling,
+        length=length,
+        batch=batch,
+        steps=steps,
+        learning_rate=learning_rate,
+        schedule=schedule,
+        warmup=warmup,
+        weight_decay=weight_decay,
+        source=SOURCE,
+    )
 
 
 PUBLISHED = {  # layers, width, q/k/v width, heads, feedforward, pooling, length, batch, steps, rate, schedule, warmup, decay

@@ -1,4 +1,4 @@
-"""Remembering exactly: `recall`, multi-query associative recall, which linear attention is known to fail; and the toy `copy`."""
+"""Remembering exactly: `recall`, multi-query associative recall, known to be hard for linear attention; the toy `copy`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -39,12 +39,14 @@ def _distinct(rng: np.random.Generator, low: int, high: int, shape: tuple[int, i
     return drawn
 
 
-def associations(rng: np.random.Generator, size: int, *, length: int, pairs: int, vocabulary: int, power: float, blank: bool) -> dict[str, np.ndarray]:
-    """`size` rows of (input_ids, labels): keys and values in turn, then every key once more, somewhere; its value is asked for.
+def associations(
+    rng: np.random.Generator, size: int, *, length: int, pairs: int, vocabulary: int, power: float, blank: bool
+) -> dict[str, np.ndarray]:
+    """`size` rows of (input_ids, labels): keys and values in turn, then every key once more; its value is asked for.
 
         key value key value ...   .  .  key  .  .  .  key  .        labels only where a value is due, one after its key
 
-    Distances to the second mention follow a power law, as repeated bigrams do in text. What lies between is random, or `blank`.
+    Distances to the second mention follow a power law, as bigrams do in text. What lies between is random, or `blank`.
     """
     keys = _distinct(rng, 1, vocabulary // 2, (size, pairs))
     values = _distinct(rng, vocabulary // 2, vocabulary, (size, pairs))
@@ -62,9 +64,17 @@ def associations(rng: np.random.Generator, size: int, *, length: int, pairs: int
     return {"input_ids": inputs.astype(np.int32), "labels": labels.astype(np.int32)}
 
 
-def recall(*, length: int = 128, pairs: int | None = None, vocabulary: int = 8192, power: float = 0.01, blank: bool = False,
-           examples: Sequence[int] = (100_000, 3_000, 3_000), seed: int = 0) -> Task:  # fmt: skip
-    """Multi-query associative recall (Arora et al. 2023, Zoology), with its defaults; `pairs` is an eighth of the length if None."""
+def recall(
+    *,
+    length: int = 128,
+    pairs: int | None = None,
+    vocabulary: int = 8192,
+    power: float = 0.01,
+    blank: bool = False,
+    examples: Sequence[int] = (100_000, 3_000, 3_000),
+    seed: int = 0,
+) -> Task:
+    """Multi-query associative recall (Arora et al. 2023, Zoology); `pairs` is an eighth of the length if None."""
     pairs = length // 8 if pairs is None else pairs
     if length % 2 or pairs < 1 or 4 * pairs > length:
         raise ValueError(f"length must be even and at least 4 * pairs; got length={length}, pairs={pairs}")
@@ -74,7 +84,9 @@ def recall(*, length: int = 128, pairs: int | None = None, vocabulary: int = 819
     sets = {}
     for number, (split, size) in enumerate(zip(SPLITS, examples, strict=True)):
         sets[split] = Arrays(**associations(np.random.default_rng((seed, 4, number)), size, **sizes))
-    return _task("recall", sets, vocab_size=vocabulary, length=length, settings={**sizes, "examples": list(examples), "seed": seed})
+    return _task(
+        "recall", sets, vocab_size=vocabulary, length=length, settings={**sizes, "examples": list(examples), "seed": seed}
+    )
 
 
 def copy(*, length: int = 32, symbols: int = 16, examples: Sequence[int] = (20_000, 500, 500), seed: int = 0) -> Task:

@@ -1,4 +1,4 @@
-"""One sequence to another through cross attention: `seq2seq` for one's own pairs, `reverse` as the toy a correct mixer must solve."""
+"""One sequence to another through cross attention: `seq2seq` for one's own pairs, `reverse` as the toy to be solved."""
 
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
@@ -38,8 +38,17 @@ class Collate:
         }
 
 
-def _task(name: str, sets: dict[str, Any], *, special: Special, vocab_size: int, length: int, target_length: int, settings: dict[str, Any],
-          tokenizer: Any = None) -> Task:  # fmt: skip
+def _task(
+    name: str,
+    sets: dict[str, Any],
+    *,
+    special: Special,
+    vocab_size: int,
+    length: int,
+    target_length: int,
+    settings: dict[str, Any],
+    tokenizer: Any = None,
+) -> Task:
     return Task(
         name=name,
         kind="seq2seq",
@@ -58,8 +67,16 @@ def _task(name: str, sets: dict[str, Any], *, special: Special, vocab_size: int,
     )
 
 
-def _write(rows: Iterable[tuple[str, Row]], encode: Encoder, folder: Path, *, source: str | None, target: str | None, length: int,
-           target_length: int) -> None:  # fmt: skip
+def _write(
+    rows: Iterable[tuple[str, Row]],
+    encode: Encoder,
+    folder: Path,
+    *,
+    source: str | None,
+    target: str | None,
+    length: int,
+    target_length: int,
+) -> None:
     count, eos = dict.fromkeys(SPLITS, 0), encode.special.eos
     arrays = {"input_ids": encode.dtype, "labels": encode.dtype}
     with ExitStack() as stack:
@@ -71,7 +88,7 @@ def _write(rows: Iterable[tuple[str, Row]], encode: Encoder, folder: Path, *, so
             count[split] += 1
     for split in SPLITS:
         if not count[split]:
-            raise DataError(f"the {split} split has no rows. Give more rows to hold some out, or files named train, validation and test")
+            raise DataError(f"the {split} split has no rows. Give more rows, or files named train, validation and test")
 
 
 def _read(data: Any, *, columns: Sequence[str] | None, holdout: float, seed: int) -> Iterable[tuple[str, Row]]:
@@ -85,10 +102,20 @@ def _texts(rows: Iterable[tuple[str, Row]], source: str | None, target: str | No
             yield row.text(column(row, target, TARGET, argument="target"))
 
 
-def seq2seq(*, data: Any = None, length: int = 256, target_length: int | None = None, tokenizer: str = "bytes",
-            columns: Sequence[str] | None = None, source: str | None = None, target: str | None = None, holdout: float = 0.05, seed: int = 0,
-            cache: Any = None) -> Task:  # fmt: skip
-    """Pairs of texts from a table; without data, dates to be rewritten. Longer texts are cut; both sides end in `special.eos`."""
+def seq2seq(
+    *,
+    data: Any = None,
+    length: int = 256,
+    target_length: int | None = None,
+    tokenizer: str = "bytes",
+    columns: Sequence[str] | None = None,
+    source: str | None = None,
+    target: str | None = None,
+    holdout: float = 0.05,
+    seed: int = 0,
+    cache: Any = None,
+) -> Task:
+    """Pairs of texts from a table; without data, dates to rewrite. Longer texts are cut; both sides end in `special.eos`."""
     target_length = target_length or length
     if min(length, target_length) < 2:
         raise ValueError(f"length and target_length must be at least 2; got {length} and {target_length}")
@@ -106,16 +133,32 @@ def seq2seq(*, data: Any = None, length: int = 256, target_length: int | None = 
 
     sizes = {"length": length, "target_length": target_length}
     folder = prepared("pairs", make, cache=cache, vocabulary=encode.tokenizer.backend_tokenizer.to_str(), **sizes, **key)
-    return _task("seq2seq", {split: Table(folder / split) for split in SPLITS}, special=encode.special, vocab_size=encode.size,
-                 length=length, target_length=target_length, tokenizer=encode.tokenizer, settings={"tokenizer": tokenizer, **key})  # fmt: skip
+    return _task(
+        "seq2seq",
+        {split: Table(folder / split) for split in SPLITS},
+        special=encode.special,
+        vocab_size=encode.size,
+        length=length,
+        target_length=target_length,
+        tokenizer=encode.tokenizer,
+        settings={"tokenizer": tokenizer, **key},
+    )
 
 
 def reverse(*, length: int = 16, symbols: int = 16, examples: Sequence[int] = (20_000, 500, 500), seed: int = 0) -> Task:
-    """Toy: `length` random symbols, to be written in reverse. Only the encoder has seen them, so cross attention must carry them."""
+    """Toy: `length` random symbols, to be written in reverse. Only the encoder sees them: cross attention must carry them."""
     special, sets = Special(), {}
     for number, (split, size) in enumerate(zip(SPLITS, examples, strict=True)):
         rng = np.random.default_rng((seed, 3, number))
         given = rng.integers(special.count, special.count + symbols, (size, length))
         sets[split] = Arrays(input_ids=given, labels=np.c_[given[:, ::-1], np.full(size, special.eos)])
     settings = {"symbols": symbols, "examples": list(examples), "seed": seed}
-    return _task("reverse", sets, special=special, vocab_size=special.count + symbols, length=length, target_length=length + 1, settings=settings)
+    return _task(
+        "reverse",
+        sets,
+        special=special,
+        vocab_size=special.count + symbols,
+        length=length,
+        target_length=length + 1,
+        settings=settings,
+    )

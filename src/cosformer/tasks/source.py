@@ -1,4 +1,4 @@
-"""Reads what a user points at: text, CSV, TSV, JSONL (each plain, .gz or .xz), a folder of these, or a saved Hugging Face dataset.
+"""Reads what a user points at: text, CSV, TSV, JSONL (plain, .gz or .xz), a folder of these, or a saved Hugging Face dataset.
 
 Everything streams, and whatever is wrong is said with file and line. TSV has no quoting, as GLUE, IMDB and Long-Range Arena
 publish it; CSV has the usual one. The standard csv and json modules parse, because they know the line they are on.
@@ -78,7 +78,7 @@ def locate(data: Any) -> Path:
 
 
 def files(data: Any) -> dict[str, list[Path]]:
-    """The files of each split, by the words in their names (`train.txt`, `x_val.tsv`, `test/...`); {"all": [...]} if none says.
+    """The files of each split, by words in their names (`train.txt`, `x_val.tsv`, `test/...`); {"all": [...]} if none says.
 
     Hidden files are left out, and so are files that name no split when others do.
     """
@@ -209,7 +209,9 @@ def _records(path: Path, split_lines: Iterator[tuple[int, list[str]]], columns: 
                 raise DataError(f"a column is named twice in {columns}", path=path, line=number)
             continue
         if len(fields) != len(columns):
-            raise DataError(f"expected {len(columns)} fields ({', '.join(columns)}), got {len(fields)}", path=path, line=number)
+            raise DataError(
+                f"expected {len(columns)} fields ({', '.join(columns)}), got {len(fields)}", path=path, line=number
+            )
         yield Row(path, number, dict(zip(columns, fields)))
 
 
@@ -265,8 +267,10 @@ def column(row: Row, asked: str | None, known: Sequence[str], *, argument: str) 
     for name in known:
         if name in row.fields or name.lower() in lowered:
             return name if name in row.fields else lowered[name.lower()]
-    raise row.error(f"no column named {' or '.join(known)}; found {', '.join(map(str, row.fields))}. Pass {argument}=..., "
-                    "or columns=... to name the columns of a file without a header")
+    raise row.error(
+        f"no column named {' or '.join(known)}; found {', '.join(map(str, row.fields))}. Pass {argument}=..., "
+        "or columns=... to name the columns of a file without a header"
+    )
 
 
 class Holdout:

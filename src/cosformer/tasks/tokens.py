@@ -95,9 +95,15 @@ def _fast(backend: Any) -> Any:
 
     pad, bos, eos, sep, mask = Special.names
     return PreTrainedTokenizerFast(
-        tokenizer_object=backend, pad_token=pad, bos_token=bos, cls_token=bos, eos_token=eos, sep_token=sep, mask_token=mask,
+        tokenizer_object=backend,
+        pad_token=pad,
+        bos_token=bos,
+        cls_token=bos,
+        eos_token=eos,
+        sep_token=sep,
+        mask_token=mask,
         clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    )
 
 
 def byte_tokenizer() -> Any:
@@ -119,7 +125,9 @@ def _train(texts: Iterable[str], size: int) -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=list(Special.names), initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=list(Special.names), initial_alphabet=alphabet, show_progress=False
+    )
     backend.train_from_iterator(texts, trainer)
     return backend
 
@@ -153,7 +161,11 @@ def _from_path(path: Path) -> Any:
 
     if path.is_file():
         return PreTrainedTokenizerFast(tokenizer_file=str(path))
-    has = {name for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "vocab.json", "vocab.txt") if (path / name).is_file()}
+    has = {
+        name
+        for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "vocab.json", "vocab.txt")
+        if (path / name).is_file()
+    }
     if not has:
         raise DataError(f"tokenizer={str(path)!r} must be 'bytes', 'bpe:SIZE', or a path to a Hugging Face tokenizer")
     if has <= {"vocab.json"}:
