@@ -107,7 +107,7 @@ def test_every_task_keeps_the_contract(name, tmp_path):
                 length == (batch["input_ids"].shape[1] if task.kind != "seq2seq" else length) and (labels != -100).any(1).all()
             )
         perfect = task.compute_metrics(type("P", (), {"predictions": predictions.numpy(), "label_ids": labels.numpy()}))
-        assert task.metric in perfect
+        assert task.metric in perfect and {type(value) for value in perfect.values()} == {float}
         best = perfect.get("accuracy", perfect.get("sequence_accuracy"))
         assert best == pytest.approx(1.0), "an oracle must score perfectly"
     for part in (task.train, task.collate, task.compute_metrics, task.preprocess_logits_for_metrics):

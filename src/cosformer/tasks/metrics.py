@@ -51,7 +51,7 @@ class LanguageMetrics:
         found = {"loss_per_token": mean, "perplexity": math.exp(min(mean, 700)), "accuracy": right / tokens, "tokens": tokens}
         if self.bits_per_byte and size:
             found["bits_per_byte"] = loss / math.log(2) / size
-        return found
+        return {name: float(value) for name, value in found.items()}
 
 
 def class_choice(output: Any, labels: Tensor) -> Tensor:
