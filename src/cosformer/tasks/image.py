@@ -1,0 +1,141 @@
+"""Long-Range Arena's Image: CIFAR-10 in grey, one token a pixel, 1,024 in a row."""
+
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .cache import digest, prepared
+from .classification import task
+from .contract import Special, Task
+from .published import PUBLISHED
+from .source import SPLITS, DataError, locate
+from .table import Table, Writer
+
+SIDE = 32
+PIXELS = SIDE * SIDE
+LABELS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
+GREY = np.array([0.2989, 0.587, 0.114], np.float32)  # TensorFlow's weights, as the published pipeline's
+Batch = tuple[np.ndarray, np.ndarray]  # pixels (N, 1024), labels (N,), both uint8
+
+
+def _grey(colour: np.ndarray) -> np.ndarray:
+    """(N, 3 * 1024), planes of red, green and blue -> (N, 1024), rounded as tf.image does."""
+    mixed = np.einsum("ncp,c->np", colour.reshape(len(colour), 3, PIXELS).astype(np.float32) / 255, GREY)
+    return np.minimum(mixed * 255.5, 255).astype(np.uint8)
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Reads CIFAR's pickles and nothing that could run code: only what numpy arrays are made of."""
+
+    allowed = (("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode"))
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
+            return np._core.multiarray._reconstruct
+        if (module, name) not in self.allowed:
+            raise pickle.UnpicklingError(f"{module}.{name} is not part of an array")
+        return super().find_class(module, name)
+
+
+def _python(path: Path) -> Batch:
+    try:
+        with open(path, "rb") as file:
+            batch = _ArraysOnly(file, encoding="bytes").load()
+        return _grey(np.asarray(batch[b"data"], np.uint8)), np.asarray(batch[b"labels"], np.uint8)
+    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError) as error:
+        raise DataError(f"not a CIFAR-10 python batch: {error}", path=path) from None
+
+
+def _binary(path: Path) -> Batch:
+    raw, record = np.fromfile(path, np.uint8), 1 + 3 * PIXELS
+    if not len(raw) or len(raw) % record:
+        raise DataError(f"not a CIFAR-10 binary batch: {len(raw)} bytes is no multiple of {record}", path=path)
+    raw = raw.reshape(-1, record)
+    return _grey(raw[:, 1:]), raw[:, 0]
+
+
+def _png(path: Path) -> np.ndarray:
+    from PIL import Image, UnidentifiedImageError
+
+    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # ten thousand images on one strip are no attack
+    try:
+        with Image.open(path) as strip:
+            pixels = np.asarray(strip.convert("L"))
+    except (UnidentifiedImageError, OSError, SyntaxError) as error:
+        raise DataError(f"not a readable PNG: {error}", path=path) from None
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
+    if pixels.shape[1] != SIDE or len(pixels) % SIDE:
+        raise DataError(
+            f"expected a strip of {SIDE} x {SIDE} images, got {pixels.shape[1]} x {pixels.shape[0]} pixels", path=path
+        )
+    return pixels.reshape(-1, PIXELS)
+
+
+def _grey_strips(folder: Path) -> Iterator[tuple[str, Path, Batch]]:
+    for split in ("train", "test"):
+        labels_path = folder / f"{split}_labels.u8"
+        labels, used = np.fromfile(labels_path, np.uint8), 0
+        for path in sorted([*folder.glob(f"{split}.png"), *folder.glob(f"{split}_*.png")]):
+            pixels = _png(path)
+            yield split, path, (pixels, labels[used : used + len(pixels)])
+            used += len(pixels)
+        if used != len(labels):
+            raise DataError(f"{len(labels)} labels for {used} images", path=labels_path)
+
+
+def _forms(folder: Path) -> list[Path]:
+    """The files of whichever form the folder has."""
+    strips, binary, python = ("*.png", "*.u8"), ("*_batch*.bin",), ("*_batch*",)
+    for required, patterns in (("train_labels.u8", strips), ("data_batch_1.bin", binary), ("data_batch_1", python)):
+        if (folder / required).is_file():
+            return sorted({path for pattern in patterns for path in folder.glob(pattern)})
+    forms = "data_batch_1 ... test_batch (python), data_batch_1.bin ... (binary), or grey strips train_*.png, test.png with "
+    raise DataError(f"expected CIFAR-10 as {forms}train_labels.u8, test_labels.u8", path=folder)
+
+
+def batches(folder: Path) -> Iterator[tuple[str, Path, Batch]]:
+    """(split, file, images and labels), training files in their published order."""
+    if (folder / "train_labels.u8").is_file():
+        yield from _grey_strips(folder)
+        return
+    for path in (path for path in _forms(folder) if "meta" not in path.name):
+        yield "test" if "test" in path.name else "train", path, (_binary if path.suffix == ".bin" else _python)(path)
+
+
+def _write(source: Path, folder: Path) -> None:
+    parts: dict[str, list[Batch]] = {"train": [], "test": []}
+    for split, path, (pixels, labels) in batches(source):
+        if len(bad := np.flatnonzero(labels >= len(LABELS))):
+            raise DataError(f"image {bad[0]} has label {labels[bad[0]]}; labels are 0 ... {len(LABELS) - 1}", path=path)
+        parts[split].append((pixels, labels))
+    if not (parts["train"] and parts["test"]):
+        raise DataError("both training and test images are needed", path=source)
+    whole = {split: [np.concatenate(side) for side in zip(*part)] for split, part in parts.items()}
+    edge = int(len(whole["train"][0]) * 0.9)  # published: the first nine tenths train, the rest validate
+    whole["validation"] = [side[edge:] for side in whole["train"]]
+    whole["train"] = [side[:edge] for side in whole["train"]]
+    for split in SPLITS:
+        with Writer(folder / split, arrays={"input_ids": "uint16"}, numbers={"labels": "int64"}) as writer:
+            for pixels, label in zip(*whole[split]):
+                writer.add(input_ids=pixels.astype(np.uint16) + Special.count, labels=label)
+
+
+def image(*, data: Any, cache: Any = None) -> Task:
+    """CIFAR-10 in grey from its python or binary form, or from strips of grey PNG; no class token, so 1,024 tokens a row."""
+    source = locate(data)
+    settings = {"content": [digest(path) for path in _forms(source)]}
+    folder = prepared("image", lambda draft: _write(source, draft), cache=cache, **settings)
+    sets = {split: Table(folder / split) for split in SPLITS}
+    return task(
+        name="image",
+        sets=sets,
+        vocab_size=Special.count + 256,
+        length=PIXELS,
+        labels=LABELS,
+        published=PUBLISHED["image"],
+        settings=settings,
+    )

@@ -1,0 +1,199 @@
+"""ListOps, Long-Range Arena's nested MIN, MAX, MED and SM (sum modulo 10): generated as published, or read from its TSV.
+
+    [MAX 4 3 [MIN 2 3 ] 1 0 [MED 1 5 8 9 2 ] ]  ->  5
+
+A node is an operator with probability 1/4 while its depth is below the limit (the root's is 1), otherwise a digit; an operator
+has 2 to `args` arguments. Trees are kept whose tokens, closing brackets included, are more than the least and fewer than the
+most; duplicates are not. Whole batches of trees grow level by level in numpy, then only the kept ones are written out.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .cache import prepared
+from .classification import task
+from .contract import Special, Task
+from .published import PUBLISHED
+from .source import SPLITS, DataError, fingerprint, split_rows, tables
+from .table import Table, Writer
+
+OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
+SYMBOLS = (*map(str, range(10)), *OPERATORS, "]")  # a digit's number is its value
+CLOSE = SYMBOLS.index("]")
+OPERATOR_SHARE = 0.25
+
+
+def _grow(rng: np.random.Generator, trees: int, *, depth: int, args: int) -> list[np.ndarray]:
+    """Levels of a forest: each node's number of arguments, 0 for a digit. A level's nodes are the arguments of the one above.
+
+    Every root is an operator: a digit alone is a tree of one token, which no length limit keeps.
+    """
+    levels = [rng.integers(2, args + 1, trees)]
+    for _ in range(1, depth):
+        count = int(levels[-1].sum())
+        below = len(levels) + 1 < depth  # whether this level's nodes may be operators
+        operator = rng.random(count) < OPERATOR_SHARE if below else np.zeros(count, bool)
+        levels.append(np.where(operator, rng.integers(2, args + 1, count), 0))
+    return levels
+
+
+def _lengths(levels: list[np.ndarray]) -> list[np.ndarray]:
+    """Tokens of each node's subtree: 1 for a digit, else its arguments' and two brackets (one of them the operator)."""
+    lengths = [np.ones(len(levels[-1]), np.int64)]
+    for arity in levels[-2::-1]:
+        own = np.ones(len(arity), np.int64)
+        inner = np.flatnonzero(arity)
+        if len(inner):
+            own[inner] = 2 + np.add.reduceat(lengths[0], (np.cumsum(arity) - arity)[inner])
+        lengths.insert(0, own)
+    return lengths
+
+
+def _keep(levels: list[np.ndarray], chosen: np.ndarray) -> list[np.ndarray]:
+    """The forest of the chosen trees (one bool a tree)."""
+    kept = []
+    for arity in levels:
+        kept.append(arity[chosen])
+        chosen = np.repeat(chosen, arity)
+    return kept
+
+
+def _median(values: np.ndarray, arity: np.ndarray, starts: np.ndarray) -> np.ndarray:
+    """The median of each run of arguments, cut to a whole number as published."""
+    order = np.lexsort((values, np.repeat(np.arange(len(arity)), arity)))
+    ranked = values[order]
+    return (ranked[starts + (arity - 1) // 2] + ranked[starts + arity // 2]) // 2
+
+
+def _write_out(rng: np.random.Generator, levels: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Fills in operators and digits: (tokens of all trees end to end, where each tree ends, values of the roots)."""
+    lengths = _lengths(levels)
+    ends = np.cumsum(lengths[0])
+    tokens = np.empty(int(ends[-1]), np.uint8)
+    place, symbols = ends - lengths[0], []
+    for arity, length, below in zip(levels, lengths, [*lengths[1:], np.empty(0, np.int64)]):
+        operator = rng.integers(len(OPERATORS), size=len(arity)) + 10
+        symbols.append(np.where(arity > 0, operator, rng.integers(10, size=len(arity))))
+        tokens[place] = symbols[-1]
+        inner = arity > 0
+        tokens[(place + length - 1)[inner]] = CLOSE
+        # An argument stands after the operator and the arguments before it.
+        first = np.repeat(place[inner] + 1, arity[inner])
+        before = np.cumsum(below) - below
+        place = first + before - np.repeat(before[(np.cumsum(arity) - arity)[inner]], arity[inner]) if len(below) else first
+    values = symbols[-1]
+    for arity, symbol in zip(levels[-2::-1], symbols[-2::-1]):
+        own, inner = symbol.copy(), np.flatnonzero(arity)
+        if len(inner):
+            count = arity[inner]
+            starts = np.cumsum(count) - count
+            found = np.stack(
+                [
+                    np.minimum.reduceat(values, starts),
+                    np.maximum.reduceat(values, starts),
+                    _median(values, count, starts),
+                    np.add.reduceat(values, starts) % 10,
+                ]
+            )
+            own[inner] = found[symbol[inner] - 10, np.arange(len(inner))]
+        values = own
+    return tokens, ends, values
+
+
+def trees(*, seed: int, least: int, most: int, depth: int, args: int, batch: int = 20_000) -> Iterator[tuple[np.ndarray, int]]:
+    """Different trees without end, as (symbol numbers, value), with `least < tokens < most`."""
+    rng, seen, idle = np.random.default_rng((seed, 6)), set(), 0
+    while True:
+        levels = _grow(rng, batch, depth=depth, args=args)
+        total = _lengths(levels)[0]
+        kept = (total > least) & (total < most)
+        idle += 1
+        if kept.any():
+            tokens, ends, values = _write_out(rng, _keep(levels, kept))
+            for tree, value in zip(np.split(tokens, ends[:-1]), values):
+                if (name := tree.tobytes()) not in seen:
+                    seen.add(name)
+                    idle = 0
+                    yield tree, int(value)
+        if idle == 50:
+            raise ValueError(
+                f"no new tree of more than {least} and fewer than {most} tokens in {50 * batch:,} draws with depth={depth}, "
+                f"args={args}; {len(seen):,} found before. Ask for fewer examples or longer trees"
+            )
+
+
+def _generate(folder: Path, *, examples: Sequence[int], **limits: int) -> None:
+    source = trees(**limits)
+    for split, size in zip(SPLITS, examples, strict=True):
+        with Writer(folder / split, arrays={"input_ids": "uint8"}, numbers={"labels": "int64"}) as writer:
+            for _ in range(size):
+                tree, value = next(source)
+                writer.add(input_ids=np.r_[Special.bos, tree + Special.count], labels=value)
+
+
+def _read(data: Any, folder: Path, *, length: int, seed: int) -> None:
+    """The published TSV: columns Source (with the round brackets of its binary tree, which say nothing more) and Target."""
+    number = {symbol: index + Special.count for index, symbol in enumerate(SYMBOLS)} | {"(": None, ")": None}
+    with ExitStack() as stack:
+        writers = {
+            s: stack.enter_context(Writer(folder / s, arrays={"input_ids": "uint8"}, numbers={"labels": "int64"}))
+            for s in SPLITS
+        }
+        for split, row in split_rows(tables(data), holdout=0.05, seed=seed):
+            if not {"Source", "Target"} <= row.fields.keys():
+                raise row.error(f"expected the columns Source and Target, found {', '.join(row.fields)}")
+            words = row.text("Source").split()
+            if unknown := [word for word in words if word not in number]:
+                raise row.error(f"{unknown[0]!r} is not one of {' '.join(SYMBOLS)}")
+            if row.fields["Target"] not in SYMBOLS[:10]:
+                raise row.error(f"Target must be a digit; got {row.fields['Target']!r}")
+            tree = [number[word] for word in words if number[word] is not None]
+            if len(tree) >= length:
+                raise row.error(f"{len(tree)} tokens do not fit into length={length} with the class token")
+            writers[split].add(input_ids=[Special.bos, *tree], labels=int(row.fields["Target"]))
+    for split in SPLITS:
+        if not (folder / split / "labels.bin").stat().st_size:
+            raise DataError(f"the {split} split has no rows", path=data)
+
+
+def listops(
+    *,
+    data: Any = None,
+    length: int = 2000,
+    least: int | None = None,
+    depth: int = 10,
+    args: int = 10,
+    examples: Sequence[int] = (96_000, 2_000, 2_000),
+    seed: int = 0,
+    cache: Any = None,
+) -> Task:
+    """ListOps with the published limits and splits. For a short setting give a smaller `length` (and `depth`, `args`).
+
+    Trees have more than `least` tokens (a quarter of the length if None, as published) and fewer than `length`; the class
+    token in front brings the longest to `length`.
+    """
+    least = length // 4 if least is None else least
+    if not (2 <= args and 2 <= depth and 0 <= least < length - 4):
+        given = f"args={args}, depth={depth}, least={least}, length={length}"
+        raise ValueError(f"need args >= 2, depth >= 2 and 0 <= least < length - 4; got {given}")
+    if data is None:
+        limits = {"least": least, "most": length, "depth": depth, "args": args, "seed": seed}
+        settings: dict[str, Any] = {**limits, "examples": list(examples)}
+        folder = prepared("listops", lambda draft: _generate(draft, examples=examples, **limits), cache=cache, **settings)
+    else:
+        settings = {"content": fingerprint(data), "length": length, "seed": seed}
+        folder = prepared("listops", lambda draft: _read(data, draft, length=length, seed=seed), cache=cache, **settings)
+    sets = {split: Table(folder / split) for split in SPLITS}
+    return task(
+        name="listops",
+        sets=sets,
+        vocab_size=Special.count + len(SYMBOLS),
+        length=length,
+        labels=SYMBOLS[:10],
+        published=PUBLISHED["listops"],
+        settings=settings,
+    )

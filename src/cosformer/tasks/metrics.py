@@ -1,0 +1,116 @@
+"""Metrics, in the two steps transformers.Trainer asks for: shrink the logits of a batch, then sum up over the set."""
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from .contract import IGNORE
+
+
+def _logits(output: Any) -> Tensor:
+    return output[0] if isinstance(output, (tuple, list)) else output  # models may hand states on beside the logits
+
+
+class TokenScores:
+    """Logits (B, L, V) -> four sums a row: loss, tokens, right ones, bytes. Only labelled positions are computed."""
+
+    def __init__(self, *, shift: bool, byte_lengths: np.ndarray | float | None = None):
+        self.shift = shift
+        self.byte_lengths = byte_lengths if byte_lengths is None else torch.as_tensor(byte_lengths, dtype=torch.float32)
+
+    def __call__(self, output: Any, labels: Tensor) -> Tensor:
+        logits = _logits(output)
+        if self.shift:
+            logits, labels = logits[:, :-1], labels[:, 1:]
+        scored = labels != IGNORE
+        chosen, target = logits[scored].float(), labels[scored]
+        loss = torch.nn.functional.cross_entropy(chosen, target, reduction="none")
+        size = torch.zeros_like(loss)
+        if self.byte_lengths is not None:
+            lengths = self.byte_lengths.to(loss.device)
+            size = lengths[target] if lengths.ndim else size + lengths
+        values = torch.stack([loss, torch.ones_like(loss), (chosen.argmax(-1) == target).float(), size], -1)
+        row = scored.nonzero()[:, 0]
+        return torch.zeros(len(labels), 4, device=values.device).index_add_(0, row, values)
+
+
+class LanguageMetrics:
+    """loss and perplexity per token, accuracy, and bits per byte where the bytes behind the tokens are known."""
+
+    def __init__(self, *, bits_per_byte: bool):
+        self.bits_per_byte = bits_per_byte
+
+    def __call__(self, prediction: Any) -> dict[str, float]:
+        loss, tokens, right, size = np.asarray(prediction.predictions, np.float64).sum(0)
+        if not tokens:
+            raise ValueError("no token of the evaluation set has a label")
+        mean = loss / tokens
+        found = {"loss_per_token": mean, "perplexity": math.exp(min(mean, 700)), "accuracy": right / tokens, "tokens": tokens}
+        if self.bits_per_byte and size:
+            found["bits_per_byte"] = loss / math.log(2) / size
+        return {name: float(value) for name, value in found.items()}
+
+
+def class_choice(output: Any, labels: Tensor) -> Tensor:
+    """Logits (B, labels) -> the chosen class of each row."""
+    return _logits(output).argmax(-1)
+
+
+def classification(prediction: Any) -> dict[str, float]:
+    """accuracy, and F1: of class 1 where there are two classes, as GLUE reports it; else its mean over the classes seen."""
+    chosen, labels = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
+    seen = np.union1d(chosen, labels)
+    classes = [1] if seen.max() <= 1 else list(seen)
+    scores = []
+    for c in classes:
+        both = ((chosen == c) & (labels == c)).sum()
+        total = (chosen == c).sum() + (labels == c).sum()
+        scores.append(2 * both / total if total else 0.0)
+    return {"accuracy": float((chosen == labels).mean()), "f1": float(np.mean(scores))}
+
+
+FORCED = -1  # heads the rows that teacher forcing gave; generated rows begin with the start token
+
+
+def token_choice(output: Any, labels: Tensor) -> Tensor:
+    """Logits (B, T, V) -> FORCED and the chosen tokens (B, 1 + T). Generated tokens (B, T) pass."""
+    output = _logits(output)
+    return torch.nn.functional.pad(output.argmax(-1), (1, 0), value=FORCED) if output.ndim == 3 else output
+
+
+class Seq2SeqMetrics:
+    """What depends on how predictions were made.
+
+    From teacher forcing: token_accuracy, and sequence_accuracy (every token right). From generation (`predict_with_generate`):
+    sequence_accuracy, and BLEU and chrF of the decoded text where there is a tokenizer.
+    """
+
+    def __init__(self, *, eos: int, pad: int, tokenizer: Any = None):
+        self.eos, self.pad, self.tokenizer = eos, pad, tokenizer
+
+    def __call__(self, prediction: Any) -> dict[str, float]:
+        chosen, labels = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
+        if (chosen[:, 0] == FORCED).all():
+            scored = labels != IGNORE
+            right = chosen[:, 1:] == labels
+            return {
+                "token_accuracy": float(right[scored].mean()),
+                "sequence_accuracy": float((right | ~scored).all(1).mean()),
+            }
+        made = [self._until_end(row[1:]) for row in chosen]
+        wanted = [self._until_end(row) for row in labels]
+        found = {"sequence_accuracy": float(np.mean([m == w for m, w in zip(made, wanted)]))}
+        if self.tokenizer is not None:
+            import sacrebleu
+
+            said, meant = ([self.tokenizer.decode(ids, skip_special_tokens=True) for ids in side] for side in (made, wanted))
+            found["bleu"] = sacrebleu.corpus_bleu(said, [meant]).score
+            found["chrf"] = sacrebleu.corpus_chrf(said, [meant]).score
+        return found
+
+    def _until_end(self, row: np.ndarray) -> list[int]:
+        stop = np.isin(row, (self.eos, self.pad, IGNORE))
+        return row[: int(stop.argmax())].tolist() if stop.any() else row.tolist()

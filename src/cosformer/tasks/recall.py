@@ -1,0 +1,104 @@
+"""Remembering exactly: `recall`, multi-query associative recall, known to be hard for linear attention; the toy `copy`."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .contract import IGNORE, Special, Task
+from .metrics import LanguageMetrics, TokenScores
+from .packing import WindowCollate
+from .source import SPLITS
+from .table import Arrays
+
+
+def _task(name: str, sets: dict[str, Any], *, vocab_size: int, length: int, settings: dict[str, Any]) -> Task:
+    return Task(
+        name=name,
+        kind="causal-lm",
+        collate=WindowCollate(Special.pad),
+        preprocess_logits_for_metrics=TokenScores(shift=True),
+        compute_metrics=LanguageMetrics(bits_per_byte=False),
+        metric="accuracy",
+        greater_is_better=True,
+        vocab_size=vocab_size,
+        max_length=length,
+        settings=settings,
+        **sets,
+    )
+
+
+def _distinct(rng: np.random.Generator, low: int, high: int, shape: tuple[int, int]) -> np.ndarray:
+    """Rows of different numbers in [low, high): rows with a repetition are drawn again."""
+    drawn = rng.integers(low, high, shape)
+    while len(bad := np.flatnonzero((np.diff(np.sort(drawn, 1), axis=1) == 0).any(1))):
+        if shape[1] > (high - low) // 8:  # many in few: shuffle instead, drawing again would take for ever
+            drawn[bad] = low + rng.random((len(bad), high - low)).argsort(1)[:, : shape[1]]
+        else:
+            drawn[bad] = rng.integers(low, high, (len(bad), shape[1]))
+    return drawn
+
+
+def associations(
+    rng: np.random.Generator, size: int, *, length: int, pairs: int, vocabulary: int, power: float, blank: bool
+) -> dict[str, np.ndarray]:
+    """`size` rows of (input_ids, labels): keys and values in turn, then every key once more; its value is asked for.
+
+        key value key value ...   .  .  key  .  .  .  key  .        labels only where a value is due, one after its key
+
+    Distances to the second mention follow a power law, as bigrams do in text. What lies between is random, or `blank`.
+    """
+    keys = _distinct(rng, 1, vocabulary // 2, (size, pairs))
+    values = _distinct(rng, vocabulary // 2, vocabulary, (size, pairs))
+    context = 2 * pairs
+    room = (length - context) // 2  # places for a key and the value that is due after it
+    weight = np.arange(1, room + 1) ** (power - 1.0)
+    # The largest of log-weight + Gumbel noise: weighted sampling without replacement.
+    place = np.argsort(-(np.log(weight) + rng.gumbel(size=(size, room))), 1)[:, :pairs]
+    query = context + 2 * place
+    inputs = np.zeros((size, length), np.int64) if blank else rng.integers(0, vocabulary, (size, length))
+    inputs[:, 0:context:2], inputs[:, 1:context:2] = keys, values
+    labels = np.full((size, length), IGNORE)
+    np.put_along_axis(inputs, query, keys, 1)
+    np.put_along_axis(labels, query + 1, values, 1)
+    return {"input_ids": inputs.astype(np.int32), "labels": labels.astype(np.int32)}
+
+
+def recall(
+    *,
+    length: int = 128,
+    pairs: int | None = None,
+    vocabulary: int = 8192,
+    power: float = 0.01,
+    blank: bool = False,
+    examples: Sequence[int] = (100_000, 3_000, 3_000),
+    seed: int = 0,
+) -> Task:
+    """Multi-query associative recall (Arora et al. 2023, Zoology); `pairs` is an eighth of the length if None."""
+    pairs = length // 8 if pairs is None else pairs
+    if length % 2 or pairs < 1 or 4 * pairs > length:
+        raise ValueError(f"length must be even and at least 4 * pairs; got length={length}, pairs={pairs}")
+    if vocabulary // 2 - 1 < pairs:
+        raise ValueError(f"vocabulary={vocabulary} has fewer than pairs={pairs} keys")
+    sizes = {"length": length, "pairs": pairs, "vocabulary": vocabulary, "power": power, "blank": blank}
+    sets = {}
+    for number, (split, size) in enumerate(zip(SPLITS, examples, strict=True)):
+        sets[split] = Arrays(**associations(np.random.default_rng((seed, 4, number)), size, **sizes))
+    return _task(
+        "recall", sets, vocab_size=vocabulary, length=length, settings={**sizes, "examples": list(examples), "seed": seed}
+    )
+
+
+def copy(*, length: int = 32, symbols: int = 16, examples: Sequence[int] = (20_000, 500, 500), seed: int = 0) -> Task:
+    """Toy: random symbols, a separator, the same symbols again. `length` counts all; only the second half is asked for."""
+    if length < 4 or length % 2:
+        raise ValueError(f"length must be even and at least 4; got {length}")
+    half, sets = length // 2 - 1, {}
+    for number, (split, size) in enumerate(zip(SPLITS, examples, strict=True)):
+        rng = np.random.default_rng((seed, 5, number))
+        said = rng.integers(Special.count, Special.count + symbols, (size, half))
+        inputs = np.c_[np.full(size, Special.bos), said, np.full(size, Special.sep), said]
+        labels = np.where(np.arange(length) > half + 1, inputs, IGNORE)
+        sets[split] = Arrays(input_ids=inputs, labels=labels)
+    settings = {"length": length, "symbols": symbols, "examples": list(examples), "seed": seed}
+    return _task("copy", sets, vocab_size=Special.count + symbols, length=length, settings=settings)

@@ -1,0 +1,175 @@
+"""Text to ids: bytes, any Hugging Face tokenizer by path, or a byte-level BPE trained on the data."""
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .cache import prepared
+from .contract import Special
+from .source import DataError
+
+BYTES = 256
+
+
+def byte_characters() -> list[str]:
+    """The printable character byte-level tokenizers write for each byte (GPT-2's table)."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [byte for byte in range(BYTES) if byte not in set(shown)]
+    table = {byte: chr(byte) for byte in shown} | {byte: chr(BYTES + n) for n, byte in enumerate(hidden)}
+    return [table[byte] for byte in range(BYTES)]
+
+
+class Encoder:
+    """A tokenizer with the special ids it needs, and what the tasks ask of a vocabulary."""
+
+    def __init__(self, tokenizer: Any, *, is_bytes: bool = False):
+        self.tokenizer, self.is_bytes = tokenizer, is_bytes
+        missing = {"pad_token": tokenizer.pad_token, "mask_token": tokenizer.mask_token}
+        missing["eos_token"] = tokenizer.eos_token or tokenizer.sep_token
+        missing = {role: "<" + role.removesuffix("_token") + ">" for role, token in missing.items() if token is None}
+        if missing:
+            tokenizer.add_special_tokens(missing)
+        first = [tokenizer.bos_token_id, tokenizer.cls_token_id, tokenizer.eos_token_id]
+        last = [tokenizer.eos_token_id, tokenizer.sep_token_id]
+        self.special = Special(
+            pad=tokenizer.pad_token_id,
+            bos=next(i for i in first if i is not None),  # GPT-2 has one token for both ends
+            eos=next(i for i in last if i is not None),
+            sep=next(i for i in last[::-1] if i is not None),
+            mask=tokenizer.mask_token_id,
+        )
+        self.size = len(tokenizer)
+        self.dtype = "uint16" if self.size <= 1 << 16 else "uint32"
+        self._backend = tokenizer.backend_tokenizer
+        self._backend.encode_special_tokens = True  # "<mask>" written in a text is text, not the token
+        self._backend.no_truncation()
+        self._backend.no_padding()
+
+    def encode(self, text: str) -> np.ndarray:
+        """The text's ids, nothing added."""
+        if self.is_bytes:  # the same ids as the tokenizer's, a hundred times faster
+            return np.frombuffer(text.encode(), np.uint8).astype(np.uint16) + np.uint16(Special.count)
+        return np.array(self._backend.encode(text, add_special_tokens=False).ids, self.dtype)
+
+    def content(self) -> np.ndarray:
+        """Ids that are not special, ascending."""
+        return np.setdiff1d(np.arange(self.size), self.tokenizer.all_special_ids)
+
+    def strings(self) -> list[str]:
+        """Every id's token as written in the vocabulary."""
+        return self.tokenizer.convert_ids_to_tokens(list(range(self.size)))
+
+    def byte_lengths(self) -> np.ndarray | None:
+        """Bytes of text behind each id (0 for special ones), or None where tokens are not strings of bytes."""
+        decoder = json.loads(self._backend.to_str())["decoder"] or {}
+        if decoder.get("type") != "ByteLevel":
+            return None
+        lengths = np.array([len(token) for token in self.strings()])
+        lengths[self.tokenizer.all_special_ids] = 0
+        return lengths
+
+    def joins(self) -> tuple[np.ndarray, np.ndarray]:
+        """Whether each id may continue a word to its left, and be continued to its right: what whole-word masking asks."""
+        byte = {c: b for b, c in enumerate(byte_characters())}
+        left, right = np.zeros((2, self.size), bool)
+        level, special = self.byte_lengths() is not None, set(self.tokenizer.all_special_ids)
+        wordpiece = json.loads(self._backend.to_str())["model"]["type"] == "WordPiece"
+        for index, token in enumerate(self.strings()):
+            if index in special or not token:
+                continue
+            if level:
+                inside = [byte.get(c, 32) >= 128 or chr(byte.get(c, 32)).isalnum() for c in token]
+                left[index], right[index] = inside[0], inside[-1]
+            else:  # WordPiece marks what continues with ##, SentencePiece what begins with a low line
+                left[index] = token.startswith("##") if wordpiece else token[0].isalnum()
+                right[index] = token[-1].isalnum()
+        return left, right
+
+
+def _fast(backend: Any) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    pad, bos, eos, sep, mask = Special.names
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        pad_token=pad,
+        bos_token=bos,
+        cls_token=bos,
+        eos_token=eos,
+        sep_token=sep,
+        mask_token=mask,
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def byte_tokenizer() -> Any:
+    """One token per byte, after the special ones: id = byte + Special.count."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    vocab = {token: index for index, token in enumerate([*Special.names, *byte_characters()])}
+    backend = Tokenizer(models.BPE(vocab, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(name, special=True) for name in Special.names])
+    return _fast(backend)
+
+
+def _train(texts: Iterable[str], size: int) -> Any:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    backend = Tokenizer(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, special_tokens=list(Special.names), initial_alphabet=alphabet, show_progress=False
+    )
+    backend.train_from_iterator(texts, trainer)
+    return backend
+
+
+def encoder(tokenizer: str, *, texts: Iterable[str] = (), key: dict[str, Any] | None = None, cache: Any = None) -> Encoder:
+    """The encoder named by `tokenizer`: "bytes", "bpe:SIZE" trained on `texts` (cached under `key`), or a path.
+
+    A path is a folder that transformers can read, a tokenizer.json, or a folder with a bare vocabulary: vocab.json and
+    merges.txt (GPT-2's form) or vocab.txt (BERT's).
+    """
+    if tokenizer == "bytes":
+        return Encoder(byte_tokenizer(), is_bytes=True)
+    if tokenizer.startswith("bpe:"):
+        least = Special.count + BYTES
+        if not tokenizer[4:].isdigit() or int(tokenizer[4:]) < least:
+            raise ValueError(f"tokenizer='bpe:SIZE' needs a SIZE of at least {least}; got {tokenizer!r}")
+        size = int(tokenizer[4:])
+
+        def make(folder: Path) -> None:
+            _train(texts, size).save(str(folder / "tokenizer.json"))
+
+        from tokenizers import Tokenizer
+
+        folder = prepared("tokenizer", make, cache=cache, size=size, data=key)
+        return Encoder(_fast(Tokenizer.from_file(str(folder / "tokenizer.json"))))
+    return Encoder(_from_path(Path(tokenizer).expanduser()))
+
+
+def _from_path(path: Path) -> Any:
+    from transformers import AutoTokenizer, BertTokenizerFast, GPT2TokenizerFast, PreTrainedTokenizerFast
+
+    if path.is_file():
+        return PreTrainedTokenizerFast(tokenizer_file=str(path))
+    has = {
+        name
+        for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "vocab.json", "vocab.txt")
+        if (path / name).is_file()
+    }
+    if not has:
+        raise DataError(f"tokenizer={str(path)!r} must be 'bytes', 'bpe:SIZE', or a path to a Hugging Face tokenizer")
+    if has <= {"vocab.json"}:
+        return GPT2TokenizerFast.from_pretrained(os.fspath(path))
+    if has <= {"vocab.txt"}:
+        return BertTokenizerFast.from_pretrained(os.fspath(path))
+    return AutoTokenizer.from_pretrained(os.fspath(path), local_files_only=True)
