@@ -7,10 +7,10 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList  # noqa: E402
-from transformers.generation.streamers import BaseStreamer  # noqa: E402
+from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers.generation.streamers import BaseStreamer
 
-from cosformer.hf import (  # noqa: E402
+from cosformer.hf import (
     CosformerCache,
     CosformerConfig,
     CosformerForCausalLM,
@@ -246,9 +246,7 @@ SEQ2SEQ = {"linear": {}, "hybrid": {"layer_types": MIXED, "encoder_layer_types":
 
 
 @pytest.mark.parametrize("fields", SEQ2SEQ.values(), ids=SEQ2SEQ)
-@pytest.mark.parametrize(
-    "options", [{}, {"num_beams": 4}, {"do_sample": True, "top_k": 20}], ids=["greedy", "beams", "sampling"]
-)
+@pytest.mark.parametrize("options", [{}, {"num_beams": 4}, {"do_sample": True, "top_k": 20}], ids=["greedy", "beams", "sampling"])
 def test_seq2seq_cache_changes_nothing(fields, options):
     model, ids = seq2seq(**fields), prompt(2)
     torch.manual_seed(5)

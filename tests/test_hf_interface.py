@@ -8,13 +8,13 @@ import torch
 
 pytest.importorskip("transformers")
 
-import transformers as tf  # noqa: E402
-from transformers import AttentionInterface, AttentionMaskInterface  # noqa: E402
-from transformers.masking_utils import flash_attention_mask  # noqa: E402
+import transformers as tf
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import flash_attention_mask
 
-import cosformer.hf  # noqa: E402, F401
-from cosformer import reference  # noqa: E402
-from cosformer.hf.decay import ladder  # noqa: E402
+import cosformer.hf
+from cosformer import reference
+from cosformer.hf.decay import ladder
 
 VOCAB, WIDTH, HEADS, POSITIONS, LENGTH = 50, 32, 4, 96, 11
 NARROW = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS, "initializer_range": 0.3}
@@ -122,9 +122,7 @@ def test_horizon_and_decay_come_from_the_config(name):
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)  # rates are float32
     rates = [0.0, 0.1, 0.5, 2.0]
     got = build(name, decay=rates)(**x).logits
-    torch.testing.assert_close(
-        got, judged(name, horizon=POSITIONS, decay=torch.tensor(rates))(**x).logits, atol=1e-6, rtol=1e-5
-    )
+    torch.testing.assert_close(got, judged(name, horizon=POSITIONS, decay=torch.tensor(rates))(**x).logits, atol=1e-6, rtol=1e-5)
     assert (got - build(name)(**x).logits).abs().max() > 1e-3
 
 
@@ -189,8 +187,7 @@ def test_generates_the_same_with_and_without_cache(name):
     keep = torch.ones_like(x["input_ids"])
     for beams in (1, 3):
         cached, plain = (
-            model.generate(x["input_ids"], attention_mask=keep, num_beams=beams, use_cache=use, **options)
-            for use in (True, False)
+            model.generate(x["input_ids"], attention_mask=keep, num_beams=beams, use_cache=use, **options) for use in (True, False)
         )
         assert torch.equal(cached, plain)
 
@@ -231,16 +228,12 @@ def test_refuses_a_sliding_window():
 @pytest.mark.parametrize("name", ("llama", "bert", "gpt2"))
 def test_refuses_a_four_dimensional_mask(name):
     mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool)
-    with pytest.raises(
-        ValueError, match=r"attention_mask must be a padding mask \(batch, keys\) = \(2, 11\).*\(2, 1, 11, 11\)"
-    ):
+    with pytest.raises(ValueError, match=r"attention_mask must be a padding mask \(batch, keys\) = \(2, 11\).*\(2, 1, 11, 11\)"):
         build(name)(**inputs(name), attention_mask=mask)
 
 
 def test_refuses_attention_sinks():
-    config = tf.GptOssConfig(
-        **TEXT, num_local_experts=2, num_experts_per_tok=1, head_dim=8, layer_types=["full_attention"] * 2
-    )
+    config = tf.GptOssConfig(**TEXT, num_local_experts=2, num_experts_per_tok=1, head_dim=8, layer_types=["full_attention"] * 2)
     with pytest.raises(ValueError, match=r"attention sinks \(s_aux\)"):
         tf.AutoModelForCausalLM.from_config(config, attn_implementation="cosformer")(**inputs("llama"))
 

@@ -11,12 +11,12 @@ import torch
 
 pytest.importorskip("transformers")
 
-import transformers as tf  # noqa: E402
+import transformers as tf
 
-import cosformer.hf as hf  # noqa: E402
-from cosformer import reference  # noqa: E402
-from cosformer.hf import cache, mixing, seq2seq  # noqa: E402
-from cosformer.hf.decay import DecayGate, ladder  # noqa: E402
+import cosformer.hf as hf
+from cosformer import reference
+from cosformer.hf import cache, mixing, seq2seq
+from cosformer.hf.decay import DecayGate, ladder
 
 VOCAB, LENGTH = 61, 17
 MIXED = ["linear_attention", "full_attention"]

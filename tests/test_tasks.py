@@ -21,9 +21,7 @@ few = (40, 8, 8)
 def imdb(folder):
     folder.mkdir()
     for split in ("train", "test"):
-        lines = [
-            f'{i % 2}\t{i % 10}\t{i}\tA "{split}" film, {"great" if i % 2 else "dull"}. {"x" * (i * 40)}\n' for i in range(30)
-        ]
+        lines = [f'{i % 2}\t{i % 10}\t{i}\tA "{split}" film, {"great" if i % 2 else "dull"}. {"x" * (i * 40)}\n' for i in range(30)]
         (folder / f"{split}.tsv.xz").write_bytes(lzma.compress("".join(lines).encode()))
     return folder
 
@@ -103,9 +101,7 @@ def test_every_task_keeps_the_contract(name, tmp_path):
             if task.kind == "causal-lm":
                 logits = logits.roll(-1, 1)
             predictions = task.preprocess_logits_for_metrics(logits, labels)
-            assert (
-                length == (batch["input_ids"].shape[1] if task.kind != "seq2seq" else length) and (labels != -100).any(1).all()
-            )
+            assert length == (batch["input_ids"].shape[1] if task.kind != "seq2seq" else length) and (labels != -100).any(1).all()
         perfect = task.compute_metrics(type("P", (), {"predictions": predictions.numpy(), "label_ids": labels.numpy()}))
         assert task.metric in perfect and {type(value) for value in perfect.values()} == {float}
         best = perfect.get("accuracy", perfect.get("sequence_accuracy"))
@@ -248,9 +244,7 @@ def test_retrieval_reads_the_published_form(tmp_path):
 
 
 def test_every_form_of_cifar_gives_the_same_pixels(tmp_path):
-    built = [
-        tasks.build("image", data=cifar(tmp_path / form, form), cache=tmp_path / "c") for form in ("binary", "python", "png")
-    ]
+    built = [tasks.build("image", data=cifar(tmp_path / form, form), cache=tmp_path / "c") for form in ("binary", "python", "png")]
     assert [len(s) for s in (built[0].train, built[0].validation, built[0].test)] == [90, 10, 20]
     expected = np.random.default_rng(1).integers(0, 256, (20, 1024), dtype=np.uint8)
     found = built[2].train.flat("input_ids").reshape(90, 1024)[:20].astype(int) - 5
@@ -303,11 +297,7 @@ def test_self_pretraining_hides_the_tasks_own_inputs(name, tmp_path):
     task = tasks.build(name, **make(name, tmp_path), cache=tmp_path / "c")
     before = tasks.pretraining(task, copies=3)
     factor = 2 if task.kind == "pair-classification" else 1
-    assert (
-        before.kind == "masked-lm"
-        and len(before.train) == 3 * factor * len(task.train)
-        and before.vocab_size == task.vocab_size
-    )
+    assert before.kind == "masked-lm" and len(before.train) == 3 * factor * len(task.train) and before.vocab_size == task.vocab_size
     batch = before.collate([before.train[i] for i in range(8)])
     hidden = batch["labels"] != -100
     restored = torch.where(hidden, batch["labels"], batch["input_ids"])

@@ -149,9 +149,7 @@ def test_whole_words_are_hidden_together(tmp_path, tokenizer):
         ends = np.cumsum([len(t) for t in tokens])  # byte-level: a character of the token is a byte of the text
         text = bytes(byte[c] for c in "".join(tokens))
         for word in re.finditer(rb"[A-Za-z\x80-\xff]+", text):
-            covered = hidden[
-                np.searchsorted(ends, word.start(), side="right") : np.searchsorted(ends, word.end(), side="left") + 1
-            ]
+            covered = hidden[np.searchsorted(ends, word.start(), side="right") : np.searchsorted(ends, word.end(), side="left") + 1]
             assert covered.all() or not covered.any(), f"{word.group()} is hidden in part"
             whole += bool(covered.all())
     assert whole > 10
@@ -238,9 +236,7 @@ def test_documents_by_separator_by_file_and_by_size(tmp_path):
         sides[split] = sides.get(split, "") + piece
     assert sides["train"] + sides["validation"] + sides["test"] == text
     assert all(side.startswith("line") for side in sides.values()), "cut inside a line"
-    np.testing.assert_allclose(
-        [len(sides[s]) / len(text) for s in ("train", "validation", "test")], [0.8, 0.1, 0.1], atol=0.01
-    )
+    np.testing.assert_allclose([len(sides[s]) / len(text) for s in ("train", "validation", "test")], [0.8, 0.1, 0.1], atol=0.01)
 
     folder = tmp_path / "named"
     folder.mkdir()
@@ -344,8 +340,7 @@ def test_a_cache_by_argument_and_two_processes_at_once(tmp_path):
         "print(int(task.train.flat('input_ids').astype('int64').sum()))"
     )
     both = [
-        subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "c")], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "c")], stdout=subprocess.PIPE, text=True) for _ in range(2)
     ]
     sums = {process.communicate()[0] for process in both}
     assert [process.returncode for process in both] == [0, 0] and len(sums) == 1

@@ -66,9 +66,7 @@ def test_seq2seq_metrics_tell_teacher_forcing_from_generation():
     generated = torch.tensor([[1, 5, 6, 7, 8, 9, 2], [1, 5, 6, 2, 0, 0, 0]])
     assert token_choice(generated, None) is generated
     perfect = metrics(predicted(generated, labels))
-    assert (
-        perfect["sequence_accuracy"] == 1.0 and perfect["bleu"] == pytest.approx(100) and perfect["chrf"] == pytest.approx(100)
-    )
+    assert perfect["sequence_accuracy"] == 1.0 and perfect["bleu"] == pytest.approx(100) and perfect["chrf"] == pytest.approx(100)
     # One sentence, five words, the last wrong: precisions 4/5, 3/4, 2/3, 1/2, no brevity penalty.
     worse = metrics(predicted([[1, 5, 6, 7, 8, 6, 2]], labels[:1]))
     assert worse["bleu"] == pytest.approx(100 * (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25) and worse["sequence_accuracy"] == 0.0

@@ -5,6 +5,7 @@ import sys
 
 VERBS = {
     "bench": ("cosformer.bench", "time and memory of attention operators beside their peers"),
+    "generate": ("cosformer.generate", "continue a prompt with a saved model"),
     "picture": ("cosformer.picture", "attention matrices of any mixers, side by side"),
     "info": ("cosformer.info", "version, backends, and why one is unavailable"),
 }

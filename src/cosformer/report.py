@@ -8,6 +8,15 @@ INK, GRID = "#1f2328", "#d0d7de"
 COLOURS = {"cosformer": "#0969da", "softmax": "#cf222e", "published": "#9a6700"}
 
 
+def plot(rows: list[dict], path: Path) -> None:
+    """Draw what the rows are about."""
+    kinds = {"operators": cost_plot, "mixers": growth_plot}
+    kind = rows[0].get("bench") if rows else None
+    if kind not in kinds:
+        raise ValueError(f"there is no picture for a bench of {kind}; one of {', '.join(kinds)}")
+    kinds[kind](rows, path)
+
+
 def cost_plot(rows: list[dict], path: Path) -> None:
     """Time and peak memory of causal training against length, on log axes, one line an operator."""
     import matplotlib
@@ -43,6 +52,42 @@ def cost_plot(rows: list[dict], path: Path) -> None:
         one = rows[0]
         figure.suptitle(
             f"Causal training; {one['heads']} heads of {one['size']}, float32; {one['cpu']}, {one['threads']} cores",
+            fontsize=10,
+        )
+        path.parent.mkdir(parents=True, exist_ok=True)
+        figure.savefig(path, dpi=160, metadata={"Software": None})
+        plt.close(figure)
+
+
+def growth_plot(rows: list[dict], path: Path) -> None:
+    """Time and peak memory of every mixer against length, on log axes; cosFormer and softmax stand out."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    names = list(dict.fromkeys(r["mixer"] for r in rows))
+    marks = "osD^v<>pPX*hHd8"
+    with plt.rc_context({"font.size": 9, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": GRID}):
+        figure, axes = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained")
+        for axis, value, title in ((axes[0], "ms", "time, ms"), (axes[1], "memory_mib", "peak memory, MiB")):
+            for i, name in enumerate(names):
+                points = sorted((r["length"], r[value]) for r in rows if r["mixer"] == name and (r.get(value) or 0) > 0)
+                style = (
+                    {"color": COLOURS[name], "linewidth": 2.5, "zorder": 3} if name in COLOURS else {"linewidth": 1, "alpha": 0.8}
+                )
+                if points:
+                    axis.plot(*zip(*points, strict=True), marker=marks[i % len(marks)], markersize=4, label=name, **style)
+            lengths = sorted({r["length"] for r in rows})
+            axis.set(xscale="log", yscale="log", xlabel="length, tokens", title=title)
+            axis.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=30)
+            axis.minorticks_off()
+            axis.grid(color=GRID, linewidth=0.6)
+            axis.spines[["top", "right"]].set_visible(False)
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
+        one = rows[0]
+        figure.suptitle(
+            f"Training cost of every mixer; {one['heads']} heads of {one['size']}, float32; {one['cpu']}, {one['threads']} cores",
             fontsize=10,
         )
         path.parent.mkdir(parents=True, exist_ok=True)

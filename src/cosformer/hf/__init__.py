@@ -3,8 +3,6 @@
 Importing this package registers both with transformers.
 """
 
-import importlib.util
-
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -15,7 +13,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from . import interface
+from . import interface, mixers
 from .cache import CosformerCache
 from .configuration import CosformerConfig, CosformerEncoderConfig, CosformerSeq2SeqConfig
 from .decoder import CosformerForCausalLM, CosformerModel
@@ -25,6 +23,7 @@ from .encoder import (
     CosformerForSequenceClassification,
     CosformerForTokenClassification,
 )
+from .mixers import attach
 from .seq2seq import CosformerForConditionalGeneration, CosformerSeq2SeqModel
 
 __all__ = [
@@ -40,6 +39,7 @@ __all__ = [
     "CosformerModel",
     "CosformerSeq2SeqConfig",
     "CosformerSeq2SeqModel",
+    "attach",
 ]
 
 MODELS = {  # config: (Auto class, model) pairs
@@ -57,11 +57,7 @@ MODELS = {  # config: (Auto class, model) pairs
 }
 
 interface.register()
-if importlib.util.find_spec("cosformer.mixers"):  # TODO: unconditional, with the other imports, once the mixers are merged
-    from .mixers import attach, register
-
-    register()
-    __all__ += ["attach"]
+mixers.register()
 for config, models in MODELS.items():
     AutoConfig.register(config.model_type, config, exist_ok=True)
     for auto, model in models:

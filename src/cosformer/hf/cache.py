@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
 
-from ..ops import State, cosformer_stream, linear_stream
+from ..ops import State, cosformer_stream, linear_read, linear_state
 
 
 class StateLayer(CacheLayerMixin):
@@ -35,13 +35,12 @@ class StateLayer(CacheLayerMixin):
 
     def absorb(self, k: Tensor, v: Tensor, *, key_mask: Tensor | None) -> None:
         """Take in all keys and values of cross attention, once."""
-        _, self.state = linear_stream(k, k, v, None, horizon=math.inf, relu=True, key_mask=key_mask)
+        self.state = linear_state(k, v, heads=k.shape[1], relu=True, key_mask=key_mask)
         self.is_initialized = True
 
-    def read(self, q: Tensor, *, eps: float = 1e-6) -> Tensor:
+    def read(self, q: Tensor) -> Tensor:
         """Cross attention over what was absorbed: (B, H, L, D) -> (B, H, L, E)."""
-        n = q.relu().to(self.state.tensor.dtype) @ self.state.tensor
-        return (n[..., :-1] / n[..., -1:].clamp_min(eps)).to(q.dtype)
+        return linear_read(q, self.state, relu=True)
 
     def get_seq_length(self) -> int:
         return 0 if self.state is None else self.state.position

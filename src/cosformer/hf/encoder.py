@@ -23,9 +23,7 @@ class CosformerEncoderAttention(BertSelfAttention):
         super().__init__(config, is_causal=False, layer_idx=layer_idx)
         self.mixing = SelfMixing(config, heads=config.num_attention_heads, causal=False)
 
-    def forward(
-        self, hidden_states, attention_mask=None, past_key_values=None, key_mask=None, **kwargs
-    ) -> tuple[Tensor, None]:
+    def forward(self, hidden_states, attention_mask=None, past_key_values=None, key_mask=None, **kwargs) -> tuple[Tensor, None]:
         size, projections = self.attention_head_size, (self.query, self.key, self.value)
         q, k, v = (proj(hidden_states).unflatten(-1, (-1, size)).transpose(1, 2) for proj in projections)
         return self.mixing(hidden_states, q, k, v, key_mask=key_mask), None

@@ -79,9 +79,7 @@ def mask(
         # shape says what it is, and it holds one element.
         return torch.empty((), dtype=torch.bool, device=kwargs.get("device")).expand(batch_size, 1, q_length, kv_length)
     if isinstance(q_offset, Tensor) or (mask_function is causal_mask_function and q_offset + q_length != kv_length):
-        raise ValueError(
-            "cosformer attention needs a dynamic cache, whose last key is the last query's; this one is preallocated"
-        )
+        raise ValueError("cosformer attention needs a dynamic cache, whose last key is the last query's; this one is preallocated")
     if attention_mask is None:
         return None
     if attention_mask.shape[-1] != kv_length:

@@ -115,7 +115,7 @@ def _write(
 ) -> None:
     """Encodes every row into its split's table. A pair is one sequence with a separator, or two if `towers`."""
     number, special = {name: index for index, name in enumerate(labels)}, encode.special
-    arrays = {name: encode.dtype for name in (("input_ids", "pair_input_ids") if towers else ("input_ids",))}
+    arrays = dict.fromkeys(("input_ids", "pair_input_ids") if towers else ("input_ids",), encode.dtype)
     count = dict.fromkeys(SPLITS, 0)
     with ExitStack() as stack:
         writers = {s: stack.enter_context(Writer(folder / s, arrays=arrays, numbers={"labels": "int64"})) for s in SPLITS}
@@ -172,14 +172,10 @@ def _from_table(
     def make(draft: Path) -> None:
         names = tuple(map(str, labels)) if labels else label_set(read(), label)
         needed = SPLITS if holdout else ("train", "test")
-        _write(
-            read(), encode, draft, length=length, labels=names, towers=towers, text=text, pair=pair, label=label, needed=needed
-        )
+        _write(read(), encode, draft, length=length, labels=names, towers=towers, text=text, pair=pair, label=label, needed=needed)
 
     vocabulary = encode.tokenizer.backend_tokenizer.to_str()
-    folder = prepared(
-        "classified", make, cache=cache, vocabulary=vocabulary, length=length, towers=towers, labels=labels, **key
-    )
+    folder = prepared("classified", make, cache=cache, vocabulary=vocabulary, length=length, towers=towers, labels=labels, **key)
     sets = {split: Table(folder / split) for split in SPLITS}
     if not len(sets["validation"]):
         sets["validation"] = sets["test"]

@@ -9,11 +9,27 @@ import numpy as np
 from .source import SPLITS, Row
 
 SIZES = (8_000, 1_000, 1_000)
-NOUNS = "film plot acting score script pace ending cast camera dialogue humour story opening editing lighting".split()
-ADVERBS = "truly rather quite very simply oddly almost really".split()
-GOOD = "good great fresh moving clever warm bright honest lively sharp tender graceful".split()
-BAD = "bad dull weak clumsy stale cold tired hollow noisy lazy shallow awkward".split()
-MONTHS = "January February March April May June July August September October November December".split()
+NOUNS = [
+    "film",
+    "plot",
+    "acting",
+    "score",
+    "script",
+    "pace",
+    "ending",
+    "cast",
+    "camera",
+    "dialogue",
+    "humour",
+    "story",
+    "opening",
+    "editing",
+    "lighting",
+]
+ADVERBS = ["truly", "rather", "quite", "very", "simply", "oddly", "almost", "really"]
+GOOD = ["good", "great", "fresh", "moving", "clever", "warm", "bright", "honest", "lively", "sharp", "tender", "graceful"]
+BAD = ["bad", "dull", "weak", "clumsy", "stale", "cold", "tired", "hollow", "noisy", "lazy", "shallow", "awkward"]
+MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December"]
 
 
 def reviews(*, seed: int) -> Iterator[tuple[str, Row]]:

@@ -69,9 +69,7 @@ def _png(path: Path) -> np.ndarray:
     finally:
         Image.MAX_IMAGE_PIXELS = limit
     if pixels.shape[1] != SIDE or len(pixels) % SIDE:
-        raise DataError(
-            f"expected a strip of {SIDE} x {SIDE} images, got {pixels.shape[1]} x {pixels.shape[0]} pixels", path=path
-        )
+        raise DataError(f"expected a strip of {SIDE} x {SIDE} images, got {pixels.shape[1]} x {pixels.shape[0]} pixels", path=path)
     return pixels.reshape(-1, PIXELS)
 
 

@@ -68,9 +68,7 @@ def lm(
     Evaluation slides: windows begin every `stride` tokens (half the length if None) and score only what is new.
     `isolate=False` lets attention cross documents, as papers on WikiText do: the batch then has no `position_ids`.
     """
-    encode, tables, size, key = _tables(
-        Corpus(data, text=text, separator=separator, holdout=holdout, seed=seed), tokenizer, cache
-    )
+    encode, tables, size, key = _tables(Corpus(data, text=text, separator=separator, holdout=holdout, seed=seed), tokenizer, cache)
     stride = length // 2 if stride is None else stride
     # Tokens that are not strings of bytes get the training set's mean; exact on the whole, not token by token.
     lengths = encode.byte_lengths()
@@ -110,9 +108,7 @@ def mlm(
     cache: Any = None,
 ) -> Task:
     """Masked pre-training: `share` of the tokens hidden, whole words at a time if `whole_word`; see packing.Masked."""
-    encode, tables, _, key = _tables(
-        Corpus(data, text=text, separator=separator, holdout=holdout, seed=seed), tokenizer, cache
-    )
+    encode, tables, _, key = _tables(Corpus(data, text=text, separator=separator, holdout=holdout, seed=seed), tokenizer, cache)
     joins = encode.joins() if whole_word else None
 
     def masked(split: str, copies: int) -> Masked:

@@ -140,8 +140,7 @@ def _read(data: Any, folder: Path, *, length: int, seed: int) -> None:
     number = {symbol: index + Special.count for index, symbol in enumerate(SYMBOLS)} | {"(": None, ")": None}
     with ExitStack() as stack:
         writers = {
-            s: stack.enter_context(Writer(folder / s, arrays={"input_ids": "uint8"}, numbers={"labels": "int64"}))
-            for s in SPLITS
+            s: stack.enter_context(Writer(folder / s, arrays={"input_ids": "uint8"}, numbers={"labels": "int64"})) for s in SPLITS
         }
         for split, row in split_rows(tables(data), holdout=0.05, seed=seed):
             if not {"Source", "Target"} <= row.fields.keys():

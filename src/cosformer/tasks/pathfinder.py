@@ -205,9 +205,7 @@ def render(sketches: Sketches, drawing: Drawing, size: int) -> np.ndarray:
         row, slot = np.nonzero(~np.isnan(shapes[..., 0, 0]))
         a, b = shapes[row, slot, 0], shapes[row, slot, 1]
         corner = np.round((a + b) / 2).astype(int) - reach  # (n, 2), x and y
-        grid = ((np.arange((2 * reach + 1) * fine) + 0.5) / fine - 0.5).astype(
-            np.float32
-        )  # centres of the fine cells of a patch
+        grid = ((np.arange((2 * reach + 1) * fine) + 0.5) / fine - 0.5).astype(np.float32)  # centres of the fine cells of a patch
         near = _offsets(corner[..., None].astype(np.float32) + grid, a, b) <= radius**2
         patch = near.reshape(len(a), 2 * reach + 1, fine, 2 * reach + 1, fine).mean((2, 4), dtype=np.float32) * value
         cell = np.arange(2 * reach + 1)

@@ -84,9 +84,7 @@ def recall(
     sets = {}
     for number, (split, size) in enumerate(zip(SPLITS, examples, strict=True)):
         sets[split] = Arrays(**associations(np.random.default_rng((seed, 4, number)), size, **sizes))
-    return _task(
-        "recall", sets, vocab_size=vocabulary, length=length, settings={**sizes, "examples": list(examples), "seed": seed}
-    )
+    return _task("recall", sets, vocab_size=vocabulary, length=length, settings={**sizes, "examples": list(examples), "seed": seed})
 
 
 def copy(*, length: int = 32, symbols: int = 16, examples: Sequence[int] = (20_000, 500, 500), seed: int = 0) -> Task:

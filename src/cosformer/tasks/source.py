@@ -209,9 +209,7 @@ def _records(path: Path, split_lines: Iterator[tuple[int, list[str]]], columns: 
                 raise DataError(f"a column is named twice in {columns}", path=path, line=number)
             continue
         if len(fields) != len(columns):
-            raise DataError(
-                f"expected {len(columns)} fields ({', '.join(columns)}), got {len(fields)}", path=path, line=number
-            )
+            raise DataError(f"expected {len(columns)} fields ({', '.join(columns)}), got {len(fields)}", path=path, line=number)
         yield Row(path, number, dict(zip(columns, fields)))
 
 

@@ -58,15 +58,11 @@ class Table(Dataset):
         self.folder = Path(folder)
         columns = json.loads((self.folder / "columns.json").read_text())
         self._numbers = {c: self._map(f"{c}.bin", dtype) for c, dtype in columns["numbers"].items()}
-        self._arrays = {
-            c: (self._map(f"{c}.bin", t), self._map(f"{c}.ends.bin", "int64")) for c, t in columns["arrays"].items()
-        }
+        self._arrays = {c: (self._map(f"{c}.bin", t), self._map(f"{c}.ends.bin", "int64")) for c, t in columns["arrays"].items()}
 
     def _map(self, name: str, dtype: str) -> np.ndarray:
         path = self.folder / name
-        return (
-            np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
-        )  # an empty file cannot be mapped
+        return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)  # an empty file cannot be mapped
 
     def __reduce__(self):  # a pickled memmap is a copy of the file; a worker process maps it again instead
         return Table, (self.folder,)
