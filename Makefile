@@ -23,10 +23,13 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The committed results and the README's picture (about ten minutes, on a quiet machine).
+# The committed results, the pictures and the README's tables (about twenty minutes, on a quiet machine).
 bench: .venv/installed
-	rm -f benchmarks/operators.jsonl
-	$(BIN)/cosformer bench --threads 2 --out benchmarks/operators.jsonl --plot docs/cost.png
+	rm -f benchmarks/*.jsonl
+	$(BIN)/cosformer bench --decay --seconds 90 --out benchmarks/operators.jsonl --plot docs/cost.png
+	$(BIN)/cosformer bench --models --out benchmarks/models.jsonl
+	$(BIN)/cosformer bench --mixers all --out benchmarks/mixers.jsonl --plot docs/mixers.png
+	$(BIN)/cosformer report benchmarks/operators.jsonl benchmarks/models.jsonl
 
 # Random calls of the kernel under the address and undefined-behaviour sanitizers.
 fuzz: .venv/installed

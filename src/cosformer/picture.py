@@ -1,4 +1,4 @@
-"""draw: the attention matrices of any mixers on the same q and k, as one PNG (`cosformer picture`)."""
+"""cosformer picture: the attention matrices of any mixers on the same q and k, as one PNG."""
 
 import argparse
 import math

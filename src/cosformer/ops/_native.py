@@ -1,4 +1,4 @@
-"""The attention operator over the compiled kernel (``csrc``): forward, backward, and the choice of an instruction set.
+"""The native backend: linear attention over the compiled kernel (csrc/), and the choice of an instruction set.
 
 The kernel is a plain C library, one per instruction set, loaded on first use. It works on tensors in place, whatever their strides.
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch  # before the kernel is loaded, so that both use the OpenMP runtime that torch brings
 
-ISAS = ("avx512bf16", "avx512", "avx2", "neon", "baseline")  # best first
+ISAS = ("avx512", "avx2", "neon", "baseline")  # best first
 MAX_DIM = 256  # of keys and of values
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}

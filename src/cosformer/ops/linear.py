@@ -1,4 +1,4 @@
-"""linear_attention: the shared core of every kernel mixer - checks, choice of backend, autograd, one operator torch can trace.
+"""linear_attention: the core that all kernel mixers share - checks, choice of backend, autograd, what torch can trace.
 
     out_i = sum_j s_ij v_j / max(sum_j s_ij, eps)     s_ij = f(q_i) . f(k_j) * cos(pi/2 (p_i - p_j) / M) * exp(-|A_i - A_j|)
 

@@ -1,4 +1,4 @@
-"""Tasks by name: data in, batches and metrics out. contract.py says what a task is; each is a function in one of these files.
+"""Tasks by name: data in, batches and metrics out; they know nothing of models.
 
 task = tasks.build("lm", data="my-texts/", length=1024)
 batch = task.collate([task.train[i] for i in range(8)])

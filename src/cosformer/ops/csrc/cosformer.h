@@ -98,7 +98,7 @@ typedef struct {
 int cosformer_forward(const cosformer_call *call);
 int cosformer_backward(const cosformer_call *call, const cosformer_grads *grads);
 
-/* Does this CPU run the instruction set ("baseline", "avx2", "avx512", "avx512bf16", "neon")? */
+/* Does this CPU run the instruction set ("baseline", "avx2", "avx512", "neon")? */
 int cosformer_cpu_supports(const char *isa);
 
 /* sizeof both structs, so that a caller with another idea of them finds out at load time. */
