@@ -9,6 +9,7 @@ from torch import nn
 from torch.testing import assert_close
 
 from cosformer import mixers
+from cosformer.mixers import build
 from cosformer.nn import MixerAttention
 
 
@@ -103,3 +104,24 @@ def test_importing_mixers_imports_nothing_heavy():
     code = "import sys, cosformer.mixers, cosformer.picture; print({'matplotlib', 'transformers', 'triton'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+@pytest.mark.parametrize("name", ["cosformer", "relu", "identity", "leaky_relu", "elu", "performer", "rfa"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_kernel_mixers_agree_on_every_backend(backend, name, causal, monkeypatch):
+    """Their speeds can be compared because they share one core: outputs and gradients are the same on each backend of it."""
+    from cosformer.ops import linear
+
+    mixer = build(name, heads=2, head_dim=8, max_length=150)
+    tensors = [torch.randn(2, 2, 150, 8) for _ in range(3)]
+
+    def run(only):
+        monkeypatch.setattr(linear, "BACKENDS", (only,))
+        leaves = [x.clone().requires_grad_() for x in tensors]
+        out = mixer(*leaves, causal=causal)
+        return out, torch.autograd.grad(out, leaves, torch.linspace(-1, 1, out.numel()).reshape(out.shape))
+
+    (out, grads), (expected, expected_grads) = run(backend), run("torch")
+    torch.testing.assert_close(out, expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item())
+    for g, e in zip(grads, expected_grads):
+        torch.testing.assert_close(g, e, rtol=1e-3, atol=1e-3 * e.abs().max().item())
