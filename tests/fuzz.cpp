@@ -122,6 +122,7 @@ bool one_call() {
     c.norm = allocate<float>(c.B * c.H * c.L);
     if (stream && chance(70)) c.state_in = tensor({c.B, c.H, F, c.E + 1}, F32, false, true);
     if (!packed && !two_sweeps && (stream || !c.causal)) c.state_out = tensor({c.B, c.H, F, c.E + 1}, F32, true, true);
+    c.signed_norm = !c.relu && chance(50);
     if (!c.relu) c.eps = 1;  // signed features: keep the quotient tame
     if (cosformer_forward(&c)) return false;
     bool good = finite(c.out, {c.B, c.H, c.L, c.E});

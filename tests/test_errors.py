@@ -33,13 +33,22 @@ packed = [x[:1] for x in (q, k, v)]
         (ValueError, "horizon must be greater than 0; got nan", {"horizon": math.nan}),
         (ValueError, r"horizon must be one number or one per head \(4\); got 3 numbers", {"horizon": [20, 20, 20]}),
         (TypeError, "horizon must be a number, or one per head; got str 'long'", {"horizon": "long"}),
-        (ValueError, "horizon is 5, but positions can lie 9 apart here; pass a horizon of at least 9", {"horizon": 5}),
+        (ValueError, "horizon is 5, but positions can lie 9 apart here; pass a horizon of more than 9", {"horizon": 5}),
         (ValueError, "horizon is 10, but positions can lie 12 apart", {"q_offset": 3}),
         (ValueError, "horizon is 7, but positions can lie 9 apart", {"horizon": [20, 20, 7, math.inf]}),
         (ValueError, "q_offset is -1", {"q_offset": -1}),
         (TypeError, "q_offset must be an int.* got float", {"q_offset": 1.0}),
-        (ValueError, "decay rates must be 0 or more; the smallest given is -0.5", {"decay": torch.tensor([0.1, -0.5, 0, 0])}),
+        (
+            ValueError,
+            "decay rates must be finite and 0 or more; those given reach from -0.5 to 0.1",
+            {"decay": torch.tensor([0.1, -0.5, 0, 0])},
+        ),
         (ValueError, r"decay must have shape \(heads,\) = \(4,\) or .* = \(2, 4, 10\); got \(3,\)", {"decay": torch.rand(3)}),
+        (ValueError, "decay rates must be finite", {"decay": torch.tensor([0.1, math.inf, 0, 0])}),
+        (ValueError, "decay rates must be finite", {"decay": torch.tensor([0.1, math.nan, 0, 0])}),
+        (ValueError, "eps must be greater than 0, the smallest normaliser; got 0", {"eps": 0}),
+        (ValueError, r"horizon must be one number or one per head .* got shape \(4, 1\)", {"horizon": torch.full((4, 1), 50)}),
+        (ValueError, "horizon is 7, but positions can lie 7 apart here", {"q": q[:, :, :1], "q_offset": 2, "horizon": 7}),
         (TypeError, "decay must be a floating-point tensor of rates; got float 0.1", {"decay": 0.1}),
         (
             ValueError,
@@ -96,3 +105,8 @@ def test_stream(error, match, change):
     n = 9 if change.pop("shorter", False) else 10
     with pytest.raises(error, match=match):
         cosformer_stream(q, k[:, :, :n], v[:, :, :n], state, **{"horizon": 100, **change})
+
+
+def test_a_state_that_is_a_tensor():
+    with pytest.raises(TypeError, match="state must be a State, as the stream returned it, or None; got a torch.float32 tensor"):
+        cosformer_stream(q, k, v, torch.zeros(2, 4, 12, 6), horizon=100)

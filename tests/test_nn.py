@@ -185,3 +185,23 @@ def test_call_errors():
     wrong = nn.MultiheadAttention(32, 4).state_dict()
     with pytest.raises(ValueError, match="in_proj_weight holds 4 key heads; this module has num_kv_heads=2"):
         CosformerAttention(32, 4, num_kv_heads=2).load_state_dict(wrong)
+
+
+def test_a_mask_beside_is_causal_is_not_ignored():
+    module = CosformerAttention(32, 4, batch_first=True)
+    x = torch.randn(2, 6, 32)
+    hides_a_key = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    hides_a_key[:, 0] = True
+    with pytest.raises(ValueError, match="neither causal nor all-visible"):
+        module(x, x, x, is_causal=True, attn_mask=hides_a_key)
+    with pytest.raises(ValueError, match=r"key_padding_mask must have shape \(batch, keys\) = \(2, 6\); got \(2, 5\)"):
+        module(x, x, x, key_padding_mask=torch.zeros(2, 5, dtype=torch.bool))
+
+
+def test_rates_survive_meta_initialisation_and_casts():
+    made = CosformerAttention(32, 4, decay=20.0, horizon=50)
+    late = CosformerAttention(32, 4, decay=20.0, horizon=50, device="meta").to_empty(device="cpu")
+    late.load_state_dict(made.state_dict())
+    x = torch.randn(9, 2, 32)
+    assert torch.equal(late(x, x, x)[0], made(x, x, x)[0])
+    assert made.to(torch.bfloat16).decay == (20.0,) * 4

@@ -134,6 +134,15 @@ def test_rollback_refuses_what_it_cannot_do():
         later.rollback(3)
 
 
+def test_rollback_survives_reused_buffers_and_autocast(backend):
+    q, k, v = inputs(L=6, S=6)
+    _, expected = cosformer_stream(q[:, :, :4], k[:, :, :4], v[:, :, :4], horizon=9, backend=backend)
+    _, state = cosformer_stream(q, k, v, State(torch.zeros(2, 4, 12, 6)).snapshot(), horizon=9, backend=backend)
+    k.zero_()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert_close(state.rollback(2).tensor, expected.tensor)
+
+
 def test_a_state_is_never_changed(backend):
     q, k, v = inputs(L=5, S=5)
     _, state = cosformer_stream(q, k, v, horizon=9, backend=backend)
@@ -145,7 +154,12 @@ def test_a_state_is_never_changed(backend):
 
 def test_moves(backend):
     q, k, v = inputs(L=5, S=5)
-    _, state = cosformer_stream(q, k, v, horizon=9, backend=backend)
+    decay = torch.rand(4, requires_grad=True)
+    start = State(torch.zeros(2, 4, 12, 6)).snapshot()
+    _, state = cosformer_stream(q, k, v, start, horizon=9, decay=decay, backend=backend)
+    assert state.to("meta").rollback(2).tensor.is_meta
+    assert state.rollback(2).tensor.requires_grad
+    assert not state.detach().rollback(2).tensor.requires_grad
     assert state.to("meta").tensor.is_meta and state.to("meta").position == 5
     assert not state.detach().tensor.requires_grad
 

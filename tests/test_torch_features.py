@@ -113,13 +113,13 @@ def test_meta():
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_opcheck(mode):
-    dtype = torch.float64
+def test_opcheck(backend, mode):
+    dtype = torch.float64 if backend == "torch" else torch.float32
     q, k, v = (x.requires_grad_() for x in inputs(L=20, S=20, dtype=dtype))
     decay = torch.rand(2, 4, 20, dtype=dtype).requires_grad_() if "decay" in mode else None
     causal = mode.get("causal", False)
     state = torch.rand(2, 4, 12, 6, dtype=dtype).requires_grad_() if causal else None
-    options = ([100.0], causal, 0, 3 if causal else 0, True, False, 1e-6, "torch", causal)
+    options = ([100.0], causal, 0, 3 if causal else 0, True, False, 1e-6, backend, causal)
     torch.library.opcheck(linear.forward_op, (q, k, v, decay, None, None, state, *options))
 
 
@@ -164,3 +164,39 @@ def test_causal_training_memory(backend, decay):
     code = MEMORY.format(L=32768, backend=backend, decay=decay)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(run.stdout) < 1.5, run.stdout
+
+
+def test_jacobian_of_one_row(backend):
+    """vmap over the backward alone: what was saved has no mapped dimension, and is expanded, not copied."""
+    q, k, v = inputs(B=1, H=2, Hk=2, L=5, S=5, D=3, E=2)
+    f = lambda q: cosformer_attention(q, k, v, causal=True, horizon=9, backend=backend)
+    expected = torch.autograd.functional.jacobian(f, q)
+    assert_close(torch.func.jacrev(f)(q), expected)
+
+
+def test_marks_instead_of_values(backend):
+    """torch may keep a sign or zeros as a mark on the tensor; a kernel that reads memory must not miss it."""
+    numbers = torch.randn(3, 2, 4, 30, 6, dtype=torch.complex64)
+    q, k, v = (x.conj().imag for x in numbers)
+    assert q.is_neg()
+    assert_close(on(backend)(q, k, v), on(backend)(*(x.clone().resolve_neg() for x in (q, k, v))))
+    leaves = [x.detach().clone().requires_grad_() for x in inputs(L=9, S=9)]
+    out = on(backend)(*leaves, causal=True)
+    grads = torch.autograd.grad(out, leaves, torch._efficientzerotensor(out.shape))
+    assert all((g == 0).all() for g in grads)
+
+
+def test_forward_mode_is_refused(backend):
+    q, k, v = inputs(L=9, S=9)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(q, torch.ones_like(q))
+        with pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+            on(backend)(dual, k, v)
+
+
+def test_default_horizon_compiles_at_any_length():
+    torch._dynamo.reset()
+    f = torch.compile(lambda q, k, v: cosformer_attention(q, k, v, causal=True), fullgraph=True)
+    for L in (20, 30, 41):
+        q, k, v = inputs(L=L, S=L)
+        assert_close(f(q, k, v), cosformer_attention(q, k, v, causal=True))

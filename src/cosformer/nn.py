@@ -77,11 +77,17 @@ class _Attention(nn.Module):
             key_padding_mask = key_padding_mask if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         if not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        causal = is_causal or _is_causal(attn_mask, query.shape[1], key.shape[1])
+        if not (is_causal and torch.compiler.is_compiling()):  # a compiled graph cannot look at the mask, and takes the flag's word
+            is_causal = _is_causal(attn_mask, query.shape[1], key.shape[1], hint=is_causal)
+        causal = is_causal
         self._refuse(causal=causal, cross=cross)
         q = self.q_proj(query).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
         k = self.k_proj(key).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
         v = self.v_proj(value).unflatten(-1, (self.num_kv_heads, self.head_dim)).transpose(1, 2)
+        if key_padding_mask is not None and key_padding_mask.shape != (k.shape[0], k.shape[2]):
+            raise ValueError(
+                f"key_padding_mask must have shape (batch, keys) = {(k.shape[0], k.shape[2])}; got {tuple(key_padding_mask.shape)}"
+            )
         keep = _keep(key_padding_mask)
         out = self.out_proj(self._attend(q, k, v, causal=causal, key_mask=keep).transpose(1, 2).flatten(2))
         weights = None
@@ -146,22 +152,24 @@ class CosformerAttention(_Attention):
         self._start_decay(decay, learn_decay, device)
 
     def _start_decay(self, decay: float | Sequence[float] | None, learn: bool, device) -> None:
+        self.decay: tuple[float, ...] | None = None
+        self.register_parameter("log_decay", None)
         if decay is None:
-            self.register_parameter("log_decay", None)
             return
-        rates = [float(r) for r in decay] if isinstance(decay, Sequence) else [float(decay)] * self.num_heads
+        rates = tuple(float(r) for r in decay) if isinstance(decay, Sequence) else (float(decay),) * self.num_heads
         if len(rates) != self.num_heads or min(rates) < 0 or (learn and min(rates) == 0):
             raise ValueError(
                 f"decay must be one rate, or one per head ({self.num_heads}), of at least 0 (above 0 if learned); got {decay}"
             )
-        log_rates = torch.tensor(rates, dtype=torch.float32, device=device).log()  # as logarithms, learned rates stay positive
-        if learn:
-            self.log_decay: nn.Parameter | Tensor | None = nn.Parameter(log_rates)
-        else:
-            self.register_buffer("log_decay", log_rates, persistent=False)
+        if learn:  # as logarithms, so that learned rates stay positive
+            self.log_decay = nn.Parameter(torch.tensor(rates, dtype=torch.float32, device=device).log())
+        else:  # as plain numbers: no cast or late allocation can change them
+            self.decay = rates
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None) -> Tensor:
-        decay = None if self.log_decay is None else self.log_decay.exp()
+        decay = None if self.log_decay is None else self.log_decay.float().exp()
+        if self.decay is not None:
+            decay = torch.tensor(self.decay, dtype=torch.float32, device=q.device)
         backend = self.backend if v.shape[-1] == self.head_dim else None  # weights are asked for with values of another size
         return cosformer_attention(
             q, k, v, horizon=self.horizon, causal=causal, key_mask=key_mask, decay=decay, eps=self.eps, backend=backend
@@ -230,18 +238,18 @@ def _keep(key_padding_mask: Tensor | None) -> Tensor | None:
         raise TypeError(f"key_padding_mask must be bool (True = ignore) or float (-inf = ignore); got {key_padding_mask.dtype}")
     if not torch.compiler.is_compiling() and not bool(((key_padding_mask == 0) | (key_padding_mask == -math.inf)).all()):
         raise ValueError("key_padding_mask of a float dtype may hold 0 and -inf only: other biases have no linear form")
-    return key_padding_mask == 0
+    return key_padding_mask != -math.inf
 
 
-def _is_causal(attn_mask: Tensor | None, L: int, S: int) -> bool:
-    """Whether attn_mask is the causal mask (True) or hides nothing (False); every other mask is refused."""
+def _is_causal(attn_mask: Tensor | None, L: int, S: int, *, hint: bool) -> bool:
+    """Whether attention is causal: attn_mask is the causal mask, or hides nothing and `hint` says so; other masks are refused."""
     if attn_mask is None:
-        return False
+        return hint
     if attn_mask.shape[-2:] == (L, S):
         hidden = attn_mask if attn_mask.dtype == torch.bool else attn_mask == -math.inf
         if attn_mask.dtype == torch.bool or bool((attn_mask.eq(0) | hidden).all()):
             if not bool(hidden.any()):
-                return False
+                return hint
             future = torch.ones(L, S, dtype=torch.bool, device=attn_mask.device).triu(1)
             if L == S and bool((hidden == future).all()):
                 return True

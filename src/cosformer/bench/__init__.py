@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.quick:
         args.seconds, args.longest_softmax, args.memory = 10.0, 8192, kind == "operators"
         args.lengths = args.lengths or [512, 2048, 8192]
-        args.work = ["training", "step"]
+        args.work, args.causal = ["training", "step"], "yes"
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     here = measure.machine()

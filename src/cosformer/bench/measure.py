@@ -67,11 +67,11 @@ def gemm_works() -> dict[str, tuple[Work, float]]:
     return works
 
 
-def peak_memory(module: str, case: dict) -> float:
-    """MiB that `module.prepare(case)()` adds to the peak of a fresh process; NaN if it did not finish."""
+def peak_memory(module: str, case: dict) -> float | None:
+    """MiB that `module.prepare(case)()` adds to the peak of a fresh process; None if it did not finish."""
     code = f"from cosformer.bench import measure; measure._print_peak_memory({module!r}, {case!r}, {torch.get_num_threads()})"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    return float(run.stdout) if run.returncode == 0 else float("nan")
+    return float(run.stdout) if run.returncode == 0 else None
 
 
 def _print_peak_memory(module: str, case: dict, threads: int) -> None:

@@ -127,6 +127,18 @@ def _tensor(t) -> tuple:
     return _ABSENT if t is None else (t.data_ptr(), _DTYPES[t.dtype], *t.stride())
 
 
+def _projected(B, H, length, size, dtype) -> torch.Tensor:
+    """An empty (B, H, length, size) laid out as (B, length, H, size): what the projections around attention read and write."""
+    return torch.empty_strided((B, H, length, size), (length * H * size, size, H * size, 1), dtype=dtype)
+
+
+def _dense(t):
+    """The tensor with its values in memory: torch may keep a sign, or zeros, as a mark only."""
+    if t is None or not (t.is_neg() or t._is_zerotensor()):
+        return t
+    return t.resolve_neg().clone()
+
+
 def _rows(t):
     """A state whose rows are contiguous; nearly always the state itself."""
     return t if t is None or t.stride(-1) == 1 else t.contiguous()
@@ -168,7 +180,8 @@ def forward(q, k, v, theta, decay, key_mask, cu_seqlens, state, *, causal, q_off
     E = v.shape[-1]
     theta, cu_seqlens = _contiguous(theta, cu_seqlens, H)
     two_sweeps = decay is not None and not causal  # the second adds to what the first wrote
-    out = torch.empty((B, L, H, E), dtype=torch.float32 if two_sweeps else q.dtype).transpose(1, 2)
+    q, k, v, state, decay = map(_dense, (q, k, v, state, decay))
+    out = _projected(B, H, L, E, torch.float32 if two_sweeps else q.dtype)
     norm = torch.empty((B, H, L), dtype=torch.float32)
     state_out = None
     if cu_seqlens is None and not two_sweeps and (keep_state or not causal):
@@ -208,10 +221,11 @@ def backward(
     _, Hk, S, E = v.shape
     theta, cu_seqlens = _contiguous(theta, cu_seqlens, H)
     two_sweeps, grouped = decay is not None and not causal, Hk != H
+    dout, dstate, q, k, v, out, state, decay = map(_dense, (dout, dstate, q, k, v, out, state, decay))
+    norm = norm.contiguous()  # folded by vmap it may be an expanded view
 
     def gradient(like, accumulated):  # one per query head, laid out as (B, length, H, size)
-        shape = (B, like.shape[2], H, like.shape[3])
-        return torch.empty(shape, dtype=torch.float32 if accumulated else like.dtype).transpose(1, 2)
+        return _projected(B, H, like.shape[2], like.shape[3], torch.float32 if accumulated else like.dtype)
 
     dq = gradient(q, causal or two_sweeps)
     dk, dv = (gradient(t, two_sweeps or grouped) for t in (k, v))

@@ -186,8 +186,6 @@ class _Chunks:
         self.b = min(q_offset + self.L, self.S) if split else self.S
         self.step = CHUNK if split else STRIDE
         if theta is not None:
-            angle = theta[:, None] * (position + torch.arange(max(q_offset + self.L, self.S)))  # float64: exact to rounding
-            self.cos, self.sin = (t.unsqueeze(-1).to(q.device, self.dtype) for t in (angle.cos(), angle.sin()))
             lag = theta[:, None] * torch.arange(-CHUNK, CHUNK + 1)
             self.cos_lag = lag.cos().to(q.device, self.dtype)
 
@@ -198,7 +196,8 @@ class _Chunks:
 
     def empty(self, dtype: torch.dtype, length: int, size: int) -> Tensor:
         """(B, H, length, size) laid out as (B, length, H, size): what the projections around attention read and write."""
-        return torch.empty(self.B, length, self.H, size, dtype=dtype, device=self.q.device).transpose(1, 2)
+        strides = (length * self.H * size, size, self.H * size, 1)
+        return torch.empty_strided((self.B, self.H, length, size), strides, dtype=dtype, device=self.q.device)
 
     def zero_state(self) -> Tensor:
         F = self.D if self.theta is None else 2 * self.D
@@ -225,16 +224,23 @@ class _Chunks:
     def value(self, lo: int, hi: int) -> Tensor:
         return torch.nn.functional.pad(self._masked(self.v, lo, hi), (0, 1), value=1.0)
 
+    def turn(self, lo: int, hi: int) -> tuple[Tensor, Tensor]:
+        """cos and sin of the angle at each position, (1 or H, hi - lo, 1); the angle in float64, since positions can be large."""
+        angle = self.theta[:, None] * torch.arange(self.position + lo, self.position + hi)
+        return tuple(t.unsqueeze(-1).to(self.q.device, self.dtype) for t in (angle.cos(), angle.sin()))
+
     def phi(self, x: Tensor, lo: int, hi: int) -> Tensor:
         if self.theta is None:
             return x
-        return torch.cat([x * self.cos[:, lo:hi], x * self.sin[:, lo:hi]], -1)
+        cos, sin = self.turn(lo, hi)
+        return torch.cat([x * cos, x * sin], -1)
 
     def dphi(self, dx: Tensor, lo: int, hi: int) -> Tensor:
         """The gradient of x from that of phi(x)."""
         if self.theta is None:
             return dx
-        return dx[..., : self.D] * self.cos[:, lo:hi] + dx[..., self.D :] * self.sin[:, lo:hi]
+        cos, sin = self.turn(lo, hi)
+        return dx[..., : self.D] * cos + dx[..., self.D :] * sin
 
     def sums(self, lo: int, hi: int) -> Tensor:
         """The running sum of the rates inside a span, (B or 1, H, hi - lo), in float64: strong and weak rates may mix."""
@@ -261,8 +267,10 @@ class _Chunks:
 
     def across_gap(self, state: Tensor) -> Tensor:
         """The state after travelling across the positions between the last prefix key and the first query."""
-        gap = self.q_offset - self.a
-        return self.fade(state, 0, gap) if self.decay is not None and gap > 0 else state
+        gap = self.q_offset - self.a  # only with one rate per head
+        if self.decay is None or gap <= 0:
+            return state
+        return state * torch.exp(-self.decay.double() * gap).to(self.dtype)[:, None, None]
 
     def absorb(self, state, x, u, lo, hi, *, until=None, leftward=False) -> Tensor:
         """The state after travelling across [lo, until or hi) and taking in phi(x) u^T of [lo, hi)."""
@@ -346,9 +354,9 @@ class _Chunks:
         """From dA to the rates, in float64: A_i is the sum of the rates up to i, or the rate times the position."""
         if self.decay.ndim == 3:
             return (self.dA_query + self.dA_key).flip(-1).cumsum(-1).flip(-1).to(self.decay.dtype)
-        at = torch.arange(1, max(self.q_offset + self.L, self.S) + 1, device=self.q.device, dtype=torch.float64)
-        query = self.dA_query * at[self.q_offset : self.q_offset + self.L]
-        return (query.sum((0, 2)) + (self.dA_key * at[: self.S]).sum((0, 2))).to(self.decay.dtype)
+        at = torch.arange(1, max(self.L, self.S) + 1, device=self.q.device, dtype=torch.float64)
+        query, key = self.dA_query * (at[: self.L] + self.q_offset), self.dA_key * at[: self.S]
+        return (query.sum((0, 2)) + key.sum((0, 2))).to(self.decay.dtype)
 
 
 def _clamp(z: Tensor, eps: float, signed: bool) -> Tensor:

@@ -13,12 +13,14 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from numbers import Real
 from types import ModuleType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 BACKENDS = ("native", "torch")  # best first
@@ -34,22 +36,22 @@ class Tokens(NamedTuple):
     v: Tensor
     key_mask: Tensor | None
     decay: Tensor | None
-    horizon: list[float]
-    relu: bool
+    options: dict[str, Any]
 
     def first(self, n: int) -> "Tokens":
         rates = self.decay[:, :, :n] if self.decay is not None and self.decay.ndim == 3 else self.decay
         mask = None if self.key_mask is None else self.key_mask[:, :n]
         return self._replace(k=self.k[:, :, :n], v=self.v[:, :, :n], key_mask=mask, decay=rates)
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
-        """Change every tensor that has batch rows; rates per head have none."""
-        rates = change(self.decay) if self.decay is not None and self.decay.ndim == 3 else self.decay
+    def map(self, change: Callable[[Tensor], Tensor], *, rows: bool) -> "Tokens":
+        """Change every tensor; if the change is one of batch rows, rates per head are left alone, since they have none."""
+        keep = rows and self.decay is not None and self.decay.ndim == 1
+        rates = self.decay if self.decay is None or keep else change(self.decay)
         mask = None if self.key_mask is None else change(self.key_mask)
         return self._replace(k=change(self.k), v=change(self.v), key_mask=mask, decay=rates)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class State:
     """Everything a stream remembers: one tensor (B, H, F, E + 1), whose last column is the normaliser, and the next position.
 
@@ -64,11 +66,11 @@ class State:
 
     def index_select(self, index: Tensor) -> "State":
         """The state with batch rows chosen by `index`: the reordering that beam search asks for."""
-        return self._map(lambda t: t.index_select(0, index))
+        return self._map(lambda t: t.index_select(0, index), rows=True)
 
-    def to(self, *args, **kwargs) -> "State":
-        """The state on another device; its dtype is the accumulation dtype and stays."""
-        return self._map(lambda t: t.to(*args, **kwargs))
+    def to(self, device: torch.device | str) -> "State":
+        """The state on another device."""
+        return self._map(lambda t: t.to(torch.device(device)))
 
     def detach(self) -> "State":
         """The state cut from the graph, as truncated back-propagation through time needs it."""
@@ -88,25 +90,25 @@ class State:
         if tokens < 0 or keep < 0:
             raise ValueError(f"rollback: tokens is {tokens}; 0 to {self.position - start.position} were seen since the snapshot")
         state = start.snapshot()
-        for tokens_seen in self.trail:
-            seen = tokens_seen.first(min(keep, tokens_seen.k.shape[2]))
-            k, v, key_mask, rates, horizon, relu = seen
-            q = k[:, :1].expand(-1, self.tensor.shape[1], -1, -1)  # no output is wanted, only the state
-            _, state = linear_stream(q, k, v, state, horizon=horizon, relu=relu, key_mask=key_mask, decay=rates)
-            keep -= k.shape[2]
+        with _full_precision(self.tensor):
+            for taken in self.trail:
+                k, v, key_mask, rates, options = taken.first(min(keep, taken.k.shape[2]))
+                q = k[:, :1].expand(-1, self.tensor.shape[1], -1, -1)  # no output is wanted, only the state
+                _, state = linear_stream(q, k, v, state, key_mask=key_mask, decay=rates, **options)
+                keep -= k.shape[2]
         return state
 
-    def state_dict(self) -> dict[str, Tensor | int]:
-        """What `torch.save` or safetensors keeps; `State.from_state_dict` is the way back."""
-        return {"tensor": self.tensor, "position": self.position}
+    def state_dict(self) -> dict[str, Tensor]:
+        """What `torch.save` or safetensors keeps; `State.from_state_dict` is the way back. A snapshot is not kept."""
+        return {"tensor": self.tensor, "position": torch.tensor(self.position)}
 
     @classmethod
     def from_state_dict(cls, saved: dict) -> "State":
         return cls(saved["tensor"], int(saved["position"]))
 
-    def _map(self, change: Callable[[Tensor], Tensor]) -> "State":
+    def _map(self, change: Callable[[Tensor], Tensor], *, rows: bool = False) -> "State":
         origin = None if self.origin is None else State(change(self.origin.tensor), self.origin.position)
-        return State(change(self.tensor), self.position, origin, tuple(seen.map(change) for seen in self.trail))
+        return State(change(self.tensor), self.position, origin, tuple(seen.map(change, rows=rows) for seen in self.trail))
 
 
 torch.export.register_dataclass(State)
@@ -144,9 +146,10 @@ def linear_attention(
         _check_packed(q, k, cu_seqlens, q_offset)
     horizons = _horizons(horizon, q.shape[1])
     if cu_seqlens is None and L > 0 and S > 0:
-        _check_reach(horizons, q_offset + L - 1 if causal else max(q_offset + L - 1, S - 1 - q_offset))
+        _check_reach(horizons, q_offset + L - 1, 0 if causal else S - 1 - q_offset)
     decay = _rates(decay, q, k, self_attention=L == S and q_offset == 0)
     _check_backend(backend)
+    _check_eps(eps)
     out, _, _ = _attend(
         q, k, v, decay, key_mask, cu_seqlens, None, horizons, causal, q_offset, 0, relu, signed, eps, backend, False
     )
@@ -175,6 +178,8 @@ def linear_stream(
     horizons = _horizons(horizon, q.shape[1])
     if state is None:
         position, tensor = 0, None
+    elif not isinstance(state, State):
+        raise TypeError(f"state must be a State, as the stream returned it, or None; got {_shown(state)}")
     else:
         position, tensor = state.position, state.tensor
         _check_state(tensor, q, v, horizons)
@@ -182,11 +187,14 @@ def linear_stream(
         _check_reach(horizons, position + q.shape[2] - 1)
     rates = _rates(decay, q, k, self_attention=True)
     _check_backend(backend)
+    _check_eps(eps)
     out, _, new = _attend(q, k, v, rates, key_mask, None, tensor, horizons, True, 0, position, relu, signed, eps, backend, True)
     after = State(new, position + q.shape[2])
     if state is not None and state.origin is not None:
-        seen = Tokens(k, v, key_mask, decay, horizons, relu)
-        after = replace(after, origin=state.origin, trail=(*state.trail, seen))
+        options = {"horizon": horizons, "relu": relu, "backend": backend}
+        mask, rates = (None if x is None else x.clone() for x in (key_mask, decay))  # clones: the caller may reuse its buffers
+        taken = Tokens(k.clone(), v.clone(), mask, rates, options)
+        after = replace(after, origin=state.origin, trail=(*state.trail, taken))
     return out, after
 
 
@@ -227,10 +235,11 @@ def linear_read(
     q, k, v = _autocast(q, k, v)
     check_tensors(q, k, v, None)
     _check_backend(backend)
+    _check_eps(eps)
     horizons = _horizons(horizon, H)
     _check_state(state.tensor, q, v, horizons)
     if q.shape[2] and state.position:
-        _check_reach(horizons, max(q_offset + q.shape[2] - 1, state.position - 1 - q_offset))
+        _check_reach(horizons, q_offset + q.shape[2] - 1, state.position - 1 - q_offset)
     options = (horizons, False, 0, q_offset, relu, signed, eps, backend, False)
     out, _, _ = _attend(q, k, v, None, None, None, state.tensor, *options)
     return out
@@ -239,12 +248,15 @@ def linear_read(
 # Checks. Each names the argument, what was given and what is accepted.
 
 
+def _autocasting(x: object) -> bool:
+    return isinstance(x, Tensor) and torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
+
+
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Under autocast q, k and v enter in the autocast dtype, as in scaled_dot_product_attention; sums stay in float32."""
-    device = q.device.type if isinstance(q, Tensor) else "none"
-    if not torch.amp.is_autocast_available(device) or not torch.is_autocast_enabled(device):
+    if not _autocasting(q):
         return q, k, v
-    dtype = torch.get_autocast_dtype(device)
+    dtype = torch.get_autocast_dtype(q.device.type)
     q, k, v = (x.to(dtype) if isinstance(x, Tensor) and x.dtype in DTYPES[1:] else x for x in (q, k, v))
     return q, k, v
 
@@ -302,12 +314,14 @@ def _check_boundaries(cu_seqlens: Tensor, length: int, horizons: list[float]) ->
 def _horizons(horizon: Horizon, heads: int) -> list[float]:
     """The horizon as a list of one number, or of one per head."""
     if isinstance(horizon, Tensor):
+        if horizon.ndim > 1:
+            raise ValueError(f"horizon must be one number or one per head ({heads}); got shape {tuple(horizon.shape)}")
         horizon = horizon.tolist()
     if isinstance(horizon, Sequence) and not isinstance(horizon, str):
         if len(horizon) not in (1, heads):
             raise ValueError(f"horizon must be one number or one per head ({heads}); got {len(horizon)} numbers")
         values = [float(h) for h in horizon]
-    elif isinstance(horizon, int | float | torch.SymInt | torch.SymFloat) and not isinstance(horizon, bool):
+    elif isinstance(horizon, Real | torch.SymInt | torch.SymFloat) and not isinstance(horizon, bool):
         values = [float(horizon)]
     else:
         raise TypeError(f"horizon must be a number, or one per head; got {_shown(horizon)}")
@@ -317,14 +331,24 @@ def _horizons(horizon: Horizon, heads: int) -> list[float]:
     return values
 
 
-def _check_reach(horizons: list[float], distance: int) -> None:
-    """Beyond the horizon the cosine is negative and the normaliser meaningless, so such a call has no answer."""
+def _check_reach(horizons: list[float], back: int, ahead: int = 0) -> None:
+    """Beyond the horizon the cosine is negative and the normaliser meaningless, so such a call has no answer.
+
+    A key exactly at the horizon weighs nothing. Behind the query that is harmless; ahead of it, where positions themselves can
+    pass the horizon, float32 cannot tell that nothing from less than nothing.
+    """
     for value in horizons:
-        if distance > value:
+        if back > value or ahead >= value:
+            distance = max(back, ahead)
             raise ValueError(
-                f"horizon is {value:g}, but positions can lie {distance} apart here; pass a horizon of at least {distance} "
+                f"horizon is {value:g}, but positions can lie {distance} apart here; pass a horizon of more than {distance} "
                 "(or math.inf, which drops the cosine)"
             )
+
+
+def _check_eps(eps: float) -> None:
+    if not eps > 0:
+        raise ValueError(f"eps must be greater than 0, the smallest normaliser; got {eps}")
 
 
 def _rates(decay: Tensor | None, q: Tensor, k: Tensor, *, self_attention: bool) -> Tensor | None:
@@ -343,8 +367,9 @@ def _rates(decay: Tensor | None, q: Tensor, k: Tensor, *, self_attention: bool) 
 
 
 def _check_rate_values(decay: Tensor) -> None:
-    if bool((decay < 0).any()):
-        raise ValueError(f"decay rates must be 0 or more; the smallest given is {decay.min().item():g}")
+    if not bool(((decay >= 0) & (decay < math.inf)).all()):
+        least, most = decay.min().item(), decay.max().item()
+        raise ValueError(f"decay rates must be finite and 0 or more; those given reach from {least:g} to {most:g}")
 
 
 def _check_state(tensor: Tensor, q: Tensor, v: Tensor, horizons: list[float]) -> None:
@@ -402,7 +427,7 @@ def backend_info(name: str) -> dict[str, object]:
 
 def _full_precision(q: Tensor) -> AbstractContextManager:
     """Autocast off: the backends choose their own dtypes, and sum in float32 whatever the caller's autocast says."""
-    return torch.autocast(q.device.type, enabled=False) if torch.is_autocast_enabled(q.device.type) else nullcontext()
+    return torch.autocast(q.device.type, enabled=False) if _autocasting(q) else nullcontext()
 
 
 def _theta(horizons: list[float]) -> Tensor | None:
@@ -476,7 +501,7 @@ def _backward(
 
 def _projected(x: Tensor, heads: int, length: int, size: int) -> Tensor:
     """An empty (B, heads, length, size) laid out as (B, length, heads, size), as every backend allocates its results."""
-    return x.new_empty(x.shape[0], length, heads, size).transpose(1, 2)
+    return x.new_empty_strided((x.shape[0], heads, length, size), (length * heads * size, size, heads * size, 1))
 
 
 forward_op = torch.library.custom_op("cosformer::linear_attention", _forward, mutates_args=())
@@ -558,10 +583,15 @@ def _unfold(x: Tensor, n: int) -> Tensor:
     return x.unflatten(0, (n, x.shape[0] // n)) if x.ndim > 1 else x.expand(n, *x.shape)
 
 
+def _no_forward_mode(ctx, *tangents):
+    raise NotImplementedError("cosformer attention has no forward-mode derivative; reference.attention has one")
+
+
 class _Attention(torch.autograd.Function):
     forward = staticmethod(_forward)
     setup_context = staticmethod(_save)
     backward = staticmethod(_differentiate)
+    jvp = staticmethod(_no_forward_mode)
     vmap = staticmethod(_vmap_forward)
 
 
@@ -589,9 +619,11 @@ def _attend_backward(*args) -> tuple[Tensor, ...]:
 def _route(args, traced, differentiated, plain):
     """Call the one of the three forms that the arguments need."""
     tensors = [x for x in args if isinstance(x, Tensor)]
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or any(_without_data(x) for x in tensors):
+    tracing = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode()
+    if tracing or any(map(_without_data, tensors)):
         return traced(*args)
-    if (torch.is_grad_enabled() and any(x.requires_grad for x in tensors)) or any(map(is_functorch_wrapped_tensor, tensors)):
+    watched = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if watched or forward_ad._current_level >= 0 or any(map(is_functorch_wrapped_tensor, tensors)):
         return differentiated(*args)
     return plain(*args)
 
