@@ -4,6 +4,7 @@ The kernel is a plain C library, one per instruction set, loaded on first use. I
 """
 
 import ctypes
+import functools
 import logging
 import os
 import struct
@@ -110,7 +111,7 @@ def info() -> dict[str, object]:
 
 def unsupported(q, k, v) -> str | None:
     """Why the kernel cannot run on these tensors, or None if it can."""
-    if any(t.device.type != "cpu" for t in (q, k, v)):
+    if not (q.is_cpu and k.is_cpu and v.is_cpu):
         return "the native kernel runs on the CPU"
     if q.dtype not in _DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         return f"the native kernel takes float32, bfloat16 or float16, the same for q, k and v; got {q.dtype}, {k.dtype}, {v.dtype}"
@@ -152,9 +153,19 @@ def _call(
     )  # fmt: skip
 
 
+@functools.lru_cache  # by identity: the caller has one tensor for all calls with the same horizon
+def _per_head(theta, heads):
+    return None if theta is None else theta.expand(heads).contiguous()
+
+
 def _contiguous(theta, cu_seqlens, heads):
     """One angle per head, and the boundaries, as plain arrays."""
-    return None if theta is None else theta.expand(heads).contiguous(), None if cu_seqlens is None else cu_seqlens.contiguous()
+    return _per_head(theta, heads), None if cu_seqlens is None else cu_seqlens.contiguous()
+
+
+def _heads_inside(B, H, L, E, dtype):
+    """An empty (B, H, L, E) that lies in memory as (B, L, H, E)."""
+    return torch.empty_strided((B, H, L, E), (L * H * E, E, H * E, 1), dtype=dtype)
 
 
 def _check(failed: int) -> None:
@@ -168,7 +179,7 @@ def forward(q, k, v, theta, decay, key_mask, cu_seqlens, state, *, causal, q_off
     E = v.shape[-1]
     theta, cu_seqlens = _contiguous(theta, cu_seqlens, H)
     two_sweeps = decay is not None and not causal  # the second adds to what the first wrote
-    out = torch.empty((B, L, H, E), dtype=torch.float32 if two_sweeps else q.dtype).transpose(1, 2)
+    out = _heads_inside(B, H, L, E, torch.float32 if two_sweeps else q.dtype)
     norm = torch.empty((B, H, L), dtype=torch.float32)
     state_out = None
     if cu_seqlens is None and not two_sweeps and (keep_state or not causal):
@@ -210,8 +221,7 @@ def backward(
     two_sweeps, grouped = decay is not None and not causal, Hk != H
 
     def gradient(like, accumulated):  # one per query head, laid out as (B, length, H, size)
-        shape = (B, like.shape[2], H, like.shape[3])
-        return torch.empty(shape, dtype=torch.float32 if accumulated else like.dtype).transpose(1, 2)
+        return _heads_inside(B, H, like.shape[2], like.shape[3], torch.float32 if accumulated else like.dtype)
 
     dq = gradient(q, causal or two_sweeps)
     dk, dv = (gradient(t, two_sweeps or grouped) for t in (k, v))
