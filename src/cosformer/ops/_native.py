@@ -4,6 +4,7 @@ The kernel is a plain C library, one per instruction set, loaded on first use. I
 """
 
 import ctypes
+import functools
 import logging
 import os
 import struct
@@ -110,7 +111,7 @@ def info() -> dict[str, object]:
 
 def unsupported(q, k, v) -> str | None:
     """Why the kernel cannot run on these tensors, or None if it can."""
-    if any(t.device.type != "cpu" for t in (q, k, v)):
+    if not (q.is_cpu and k.is_cpu and v.is_cpu):
         return "the native kernel runs on the CPU"
     if q.dtype not in _DTYPES or k.dtype != q.dtype or v.dtype != q.dtype:
         return f"the native kernel takes float32, bfloat16 or float16, the same for q, k and v; got {q.dtype}, {k.dtype}, {v.dtype}"
@@ -164,9 +165,14 @@ def _call(
     )  # fmt: skip
 
 
+@functools.lru_cache  # by identity: the caller has one tensor for all calls with the same horizon
+def _per_head(theta, heads):
+    return None if theta is None else theta.expand(heads).contiguous()
+
+
 def _contiguous(theta, cu_seqlens, heads):
     """One angle per head, and the boundaries, as plain arrays."""
-    return None if theta is None else theta.expand(heads).contiguous(), None if cu_seqlens is None else cu_seqlens.contiguous()
+    return _per_head(theta, heads), None if cu_seqlens is None else cu_seqlens.contiguous()
 
 
 def _check(failed: int) -> None:

@@ -13,6 +13,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from numbers import Real
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -273,15 +274,18 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> N
         raise TypeError(f"q, k and v must share one dtype; got {q.dtype}, {k.dtype} and {v.dtype}")
     if not q.device == k.device == v.device:
         raise ValueError(f"q, k and v must be on one device; got {q.device}, {k.device} and {v.device}")
-    shapes = f"got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}"
-    if k.shape[:3] != v.shape[:3]:
-        raise ValueError(f"k and v must agree in batch, heads and length; {shapes}")
-    if q.shape[0] != k.shape[0]:
-        raise ValueError(f"q and k must have the same batch size; {shapes}")
-    if q.shape[3] != k.shape[3] or q.shape[3] == 0:
-        raise ValueError(f"q and k must have the same size of at least 1 in their last dimension; {shapes}")
-    if k.shape[1] == 0 or q.shape[1] % k.shape[1] or q.shape[1] == 0:
-        raise ValueError(f"q's heads must be a multiple of k's; {shapes}")
+    (B, H, _, D), (Bk, Hk, S, Dk) = q.shape, k.shape
+    problem = None
+    if v.shape[:3] != (Bk, Hk, S):
+        problem = "k and v must agree in batch, heads and length"
+    elif B != Bk:
+        problem = "q and k must have the same batch size"
+    elif D != Dk or D == 0:
+        problem = "q and k must have the same size of at least 1 in their last dimension"
+    elif Hk == 0 or H % Hk or H == 0:
+        problem = "q's heads must be a multiple of k's"
+    if problem:
+        raise ValueError(f"{problem}; got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
     if key_mask is not None:
         if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
             given = key_mask.dtype if isinstance(key_mask, Tensor) else type(key_mask).__name__
@@ -385,7 +389,7 @@ def _state_shape(q: Tensor, v: Tensor, horizons: list[float]) -> tuple[int, int,
     return q.shape[0], q.shape[1], q.shape[3] * (1 if _no_cosine(horizons) else 2), v.shape[3] + 1
 
 
-def _no_cosine(horizons: list[float]) -> bool:
+def _no_cosine(horizons: Sequence[float]) -> bool:
     return all(h == math.inf for h in horizons)
 
 
@@ -401,6 +405,7 @@ def _check_backend(backend: str | None) -> None:
         raise ValueError(f"backend {backend!r} is unknown; one of {', '.join(map(repr, BACKENDS))}, or None for the best")
 
 
+@cache
 def _module(name: str) -> ModuleType:
     return importlib.import_module(f"cosformer.ops._{name}")
 
@@ -430,8 +435,11 @@ def _full_precision(q: Tensor) -> AbstractContextManager:
     return torch.autocast(q.device.type, enabled=False) if _autocasting(q) else nullcontext()
 
 
-def _theta(horizons: list[float]) -> Tensor | None:
-    return None if _no_cosine(horizons) else torch.tensor([math.pi / 2 / h for h in horizons], dtype=torch.float64)
+@lru_cache  # kept from call to call: a decode step is short
+def _theta(horizons: tuple[float, ...]) -> Tensor | None:
+    if _no_cosine(horizons):
+        return None
+    return torch.tensor([math.pi / 2 / h for h in horizons], dtype=torch.float64, device="cpu")  # whatever the default device
 
 
 # One forward and one backward, reached three ways: called plainly where nothing watches (a decode step is shorter than the
@@ -464,7 +472,7 @@ def _forward(
     options = {"causal": causal, "q_offset": q_offset, "position": position, "relu": relu, "signed": signed, "eps": eps}
     run = _backend(backend, q, k, v).forward
     with _full_precision(q):
-        return run(q, k, v, _theta(horizons), decay, key_mask, cu_seqlens, state, keep_state=keep_state, **options)
+        return run(q, k, v, _theta(tuple(horizons)), decay, key_mask, cu_seqlens, state, keep_state=keep_state, **options)
 
 
 def _backward(
@@ -495,7 +503,7 @@ def _backward(
     run = _backend(backend, q, k, v).backward
     saved = (q, k, v, out, norm, state, state_out)
     with _full_precision(q):
-        *grads, ddecay, dstate_in = run(dout, dstate, *saved, _theta(horizons), decay, key_mask, cu, **options)
+        *grads, ddecay, dstate_in = run(dout, dstate, *saved, _theta(tuple(horizons)), decay, key_mask, cu, **options)
     return *grads, *(norm.new_empty(0) if g is None else g for g in (ddecay, dstate_in))
 
 

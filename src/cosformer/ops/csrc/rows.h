@@ -136,7 +136,7 @@ class Soon {
     void operator()() {
         for (int row = 0; row < 3 && at_ < used_; row++) {
             Pending &p = pending_[at_];
-            for (int64_t b = 0; b < p.bytes; b += 64) __builtin_prefetch(p.data + b, 0, 2);
+            for (int64_t b = 0; b < p.bytes; b += 64) __builtin_prefetch(p.data + b);
             p.data += p.step;
             at_ += !--p.rows;
         }
@@ -148,6 +148,14 @@ class Soon {
     Pending pending_[MOST];
     int used_ = 0, at_ = 0;
 };
+
+// A float or a vector, at any address.  (Not memcpy: as far as the compiler knows, that might change any variable.)
+template <class T>
+struct Loose { typedef T type __attribute__((aligned(4))); };
+template <class T>
+inline T get(const float *p) { return *reinterpret_cast<const typename Loose<T>::type *>(p); }
+template <class T>
+inline void put(float *p, T x) { *reinterpret_cast<typename Loose<T>::type *>(p) = x; }
 
 // to (cols x rows) = from (rows x cols), in blocks of four columns and as many rows as a vector of 4 or 8 floats holds.
 #if defined(__AVX__)

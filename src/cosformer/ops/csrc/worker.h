@@ -38,7 +38,9 @@ struct Sequence {
     bool clamped(float z) const { return (signed_norm ? std::fabs(z) : z) < eps; }
     float clamp(float z) const { return clamped(z) ? (signed_norm && z < 0 ? -eps : eps) : z; }
     bool seen(int64_t key) const { return !mask || mask[key * mask_step]; }
-    int64_t chunk() const { return D <= 64 && E <= 64 && COLS <= 16 ? 48 : 64; }  // measured: D = E = 64
+    int64_t chunk() const {  // measured: D = E = 64; a chunk's own pairs cost more the longer it is
+        return D > 64 || E > 64 || COLS > 16 ? 64 : causal || rate ? 48 : 80;
+    }
 };
 
 // Positions [start, start + n) of a sequence; which of them hold queries and keys is the same for all of them.
