@@ -208,7 +208,7 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> list[dict]
         row = {"bench": "operators", **asdict(case), **spread(samples[case])}
         row |= {"gflops": case.flops / (row["ms"] * 1e6), "limit_gflops": limit}
         row["error"] = errors.get((case.operator, case.causal, case.size, case.dtype, case.decay))
-        if args.memory and case.work == "training":
+        if args.memory and case.work == "training" and case.causal == (args.causal != "no") and not case.decay:
             progress(f"memory: {case}")
             row["memory_mib"] = peak_memory("cosformer.bench.operators", asdict(case))
         rows.append(row)
