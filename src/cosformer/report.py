@@ -38,7 +38,7 @@ def cost_plot(rows: list[dict], path: Path) -> None:
     with plt.rc_context(
         {"font.size": 10, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": GRID, "svg.hashsalt": "cosformer"}
     ):
-        figure, axes = plt.subplots(1, 2, figsize=(9, 3.4), layout="constrained")
+        figure, axes = plt.subplots(1, 2, figsize=(9, 3.7), layout="constrained")
         for axis, value, title in ((axes[0], "ms", "time, ms"), (axes[1], "memory_mib", "peak memory, MiB")):
             for operator, (label, colour) in shown.items():
                 points = sorted((r["length"], r[value]) for r in rows if r["operator"] == operator and (r.get(value) or 0) > 0)
@@ -50,7 +50,7 @@ def cost_plot(rows: list[dict], path: Path) -> None:
             axis.minorticks_off()
             axis.grid(color=GRID, linewidth=0.6)
             axis.spines[["top", "right"]].set_visible(False)
-        axes[0].legend(frameon=False)
+        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
         one = rows[0]
         figure.suptitle(
             f"Causal training; {one['heads']} heads of {one['size']}, float32; {one['cpu']}, {one['threads']} cores",

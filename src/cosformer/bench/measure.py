@@ -1,6 +1,8 @@
 """How things are measured: in turns, against the machine's own limit, with peak memory from a fresh process."""
 
+import importlib
 import platform
+import resource
 import statistics
 import subprocess
 import sys
@@ -22,28 +24,37 @@ Work = Callable[[], object]
 def in_turns(
     works: Mapping[Key, Work], *, seconds: float, progress: Callable[[str], None] = lambda text: None
 ) -> dict[Key, list[float]]:
-    """Seconds a call of each work, sample by sample: after a warm-up they take turns, so a busy moment of the machine meets all.
+    """Seconds a call of each work, sample by sample: they take turns, so a busy moment of the machine meets all.
 
-    Every work is sampled at least three times, and until `seconds` are spent; a sample is as many calls as fill 2 ms.
+    Every work is sampled at least three times. Those that take less than a second go on until they have had `seconds` together.
+    A sample follows an untimed call, which brings the work's own data into the caches, and is as many calls as fill 10 ms.
     """
     calls = {}
     for key, work in works.items():
         progress(f"warming up: {key}")
-        work()
-        start = time.perf_counter()
-        work()
-        calls[key] = max(1, int(0.002 / max(time.perf_counter() - start, 1e-7)))
+        for _ in range(2):
+            start = time.perf_counter()
+            work()
+            took = time.perf_counter() - start
+            if took > 1:
+                break  # warm enough
+        calls[key] = max(1, int(0.01 / max(took, 1e-7)))
     samples: dict[Key, list[float]] = {key: [] for key in works}
-    begun, rounds = time.perf_counter(), 0
-    while rounds < 3 or time.perf_counter() - begun < seconds:
-        for key, work in works.items():
-            if rounds >= 3 and samples[key][0] * calls[key] > seconds / 20:
-                continue  # slow ones are steady; the turns left are for the quick ones
+    spent, rounds = 0.0, 0
+    while rounds < 3 or spent < seconds:
+        turns = [key for key in works if rounds < 3 or samples[key][0] < 1]
+        if not turns:
+            break
+        for key in turns:
             progress(f"round {rounds + 1}: {key}")
+            begun = time.perf_counter()
+            if rounds == 0 or samples[key][0] < 1:
+                works[key]()
             start = time.perf_counter()
             for _ in range(calls[key]):
-                work()
+                works[key]()
             samples[key].append((time.perf_counter() - start) / calls[key])
+            spent += time.perf_counter() - begun if samples[key][0] < 1 else 0.0
         rounds += 1
     return samples
 
@@ -75,17 +86,24 @@ def peak_memory(module: str, case: dict) -> float | None:
 
 
 def _print_peak_memory(module: str, case: dict, threads: int) -> None:
-    import importlib
-    import resource
-
     torch.set_num_threads(threads)
     prepare = importlib.import_module(module).prepare
     prepare({**case, "length": 64})()  # code, thread pools and libraries are not the operator's memory
     work = prepare(case)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = _peak(reset=True)
     work()
-    unit = 2**20 if sys.platform == "darwin" else 2**10
-    print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) / unit)
+    print((_peak() - before) / 2**20)
+
+
+def _peak(reset: bool = False) -> int:
+    """The process's peak memory in bytes, since the last reset where the system can (a new process starts at its parent's peak)."""
+    status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    if status.exists() and clear.exists():
+        if reset:
+            clear.write_text("5")
+        return 1024 * next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak
 
 
 def machine() -> dict:

@@ -40,20 +40,12 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> list[dict]
         for name, samples in in_turns(
             works, seconds=args.seconds / 6, progress=lambda t: progress(f"length {length}, {t}")
         ).items():
-            row = {
-                "bench": "mixers",
-                "mixer": name,
-                "length": length,
-                "causal": causal,
-                "heads": HEADS,
-                "size": SIZE,
-                **spread(samples),
-            }
-            last[name] = row["ms"] / 1e3
-            if args.memory:
-                progress(f"memory of {name} at length {length}")
-                row["memory_mib"] = peak_memory("cosformer.bench.mixers", {"mixer": name, "length": length, "causal": causal})
-            rows.append(row)
+            sizes = {"length": length, "causal": causal, "heads": HEADS, "size": SIZE}
+            rows.append({"bench": "mixers", "mixer": name, **sizes, **spread(samples)})
+            last[name] = rows[-1]["ms"] / 1e3
+    for row in rows if args.memory else ():
+        progress(f"memory of {row['mixer']} at length {row['length']}")
+        row["memory_mib"] = peak_memory("cosformer.bench.mixers", {k: row[k] for k in ("mixer", "length", "causal")})
     return rows
 
 

@@ -132,7 +132,7 @@ def check(case: Case) -> float:
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
-    """The cases asked for, less those out of reach: stored prefix sums beyond 6 GB, softmax beyond --longest-softmax."""
+    """The cases asked for, less those out of reach: stored prefix sums beyond 2 GB, softmax beyond --longest-softmax."""
     lengths = args.lengths or [256, 512, 1024, 2048, 4096, 16384]
     known = operators()
     for name in args.operators or ():
@@ -150,13 +150,13 @@ def cases(args: argparse.Namespace) -> list[Case]:
             chosen += [Case(name, position, True, "step", **common) for position in positions]
             continue
         for length in lengths:
-            too_large = name == "published" and causal and 3 * args.heads * length * 2 * size * size * 4 > 6e9
+            too_large = name == "published" and causal and 3 * args.heads * length * 2 * size * size * 4 > 2e9
             if too_large or (name == "softmax" and length > args.longest_softmax):
                 continue
             chosen.append(Case(name, length, causal, work, **common))
             if args.decay and name.startswith("cosformer"):
                 chosen.append(Case(name, length, causal, work, **common, decay=True))
-    return chosen
+    return sorted(chosen, key=lambda case: case.length)  # those to be compared take their turns together
 
 
 def table(rows: list[dict]) -> str:
