@@ -172,10 +172,10 @@ def table(rows: list[dict]) -> str:
         lines.append(
             f"{what}, {'causal' if causal else 'bidirectional'}{', with decay' if decay else ''}, head size {size}, {dtype}"
         )
-        lines.append(f"{'position' if work == 'step' else 'length':>8}" + "".join(f"{n:>36}" for n in names))
+        lines.append(f"{'position' if work == 'step' else 'length':>8}" + "".join(f"{n:>42}" for n in names))
         for length in sorted({r["length"] for r in mine}):
             at = {r["operator"]: r for r in mine if r["length"] == length}
-            lines.append(f"{length:>8}" + "".join(f"{_cell(at.get(n), at.get('softmax')):>36}" for n in names))
+            lines.append(f"{length:>8}" + "".join(f"{_cell(at.get(n), at.get('softmax')):>42}" for n in names))
     return "\n".join(lines)
 
 
