@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from cosformer.ops.linear import BACKENDS
+from cosformer.ops.operator import BACKENDS
 
 settings.register_profile("cosformer", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("cosformer")

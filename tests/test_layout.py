@@ -19,18 +19,20 @@ LAW = {
     "reference": set(),
     "report": set(),
     "ops": {"ops.cosformer", "ops.linear"},
-    "ops.cosformer": {"ops.linear"},
-    "ops.linear": set(),  # backends are named there and imported when called
+    "ops.cosformer": {"ops.checks", "ops.linear"},
+    "ops.linear": {"ops.checks", "ops.operator"},
+    "ops.operator": {"ops.checks"},  # backends are named there and imported when called
+    "ops.checks": set(),
     "ops._torch": set(),
     "ops._native": set(),
-    "mixers": {"ops", "ops.linear"},
+    "mixers": {"ops", "ops.checks", "ops.linear"},
     "nn": {"mixers", "ops"},
     "hf": {"nn", "mixers", "ops"},
     "tasks": set(),
     "generate": {"hf"},
     "picture": {"mixers", "report"},
-    "info": {"", "ops.linear"},
-    "bench": {"", "reference", "ops", "ops.linear", "mixers", "hf", "report"},
+    "info": {"", "ops.operator"},
+    "bench": {"", "reference", "ops", "ops.operator", "mixers", "hf", "report"},
 }
 ONLY_IN = {
     "matplotlib": {"report"},

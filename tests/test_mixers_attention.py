@@ -110,13 +110,13 @@ def test_importing_mixers_imports_nothing_heavy():
 @pytest.mark.parametrize("causal", [False, True])
 def test_kernel_mixers_agree_on_every_backend(backend, name, causal, monkeypatch):
     """Their speeds can be compared because they share one core: outputs and gradients are the same on each backend of it."""
-    from cosformer.ops import linear
+    from cosformer.ops import operator
 
     mixer = build(name, heads=2, head_dim=8, max_length=150)
     tensors = [torch.randn(2, 2, 150, 8) for _ in range(3)]
 
     def run(only):
-        monkeypatch.setattr(linear, "BACKENDS", (only,))
+        monkeypatch.setattr(operator, "BACKENDS", (only,))
         leaves = [x.clone().requires_grad_() for x in tensors]
         out = mixer(*leaves, causal=causal)
         return out, torch.autograd.grad(out, leaves, torch.linspace(-1, 1, out.numel()).reshape(out.shape))

@@ -15,7 +15,7 @@ from judge import assert_close, judge, value_and_grads
 from test_operator import inputs, on, rates
 
 from cosformer import cosformer_attention
-from cosformer.ops import _native, linear
+from cosformer.ops import _native, operator
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif("native" not in RUNNING, reason="the native kernel is not built")
@@ -129,7 +129,7 @@ def test_what_it_does_not_run(match, change):
 
 def test_is_the_default():
     q, k, v = inputs(L=9, S=9)
-    assert linear._backend(None, q, k, v) is _native
+    assert operator._backend(None, q, k, v) is _native
 
 
 def test_openmp_runtime_is_shared():

@@ -9,7 +9,7 @@ from judge import assert_close, value_and_grads
 from test_operator import inputs, on
 
 from cosformer import State, cosformer_attention, cosformer_stream
-from cosformer.ops import linear
+from cosformer.ops import operator
 
 MODES = [{}, {"causal": True}, {"decay": True}, {"causal": True, "decay": True}]
 
@@ -120,7 +120,7 @@ def test_opcheck(backend, mode):
     causal = mode.get("causal", False)
     state = torch.rand(2, 4, 12, 6, dtype=dtype).requires_grad_() if causal else None
     options = ([100.0], causal, 0, 3 if causal else 0, True, False, 1e-6, backend, causal)
-    torch.library.opcheck(linear.forward_op, (q, k, v, decay, None, None, state, *options))
+    torch.library.opcheck(operator.forward_op, (q, k, v, decay, None, None, state, *options))
 
 
 def test_layouts_match_what_fake_tensors_promise(backend):
@@ -130,12 +130,12 @@ def test_layouts_match_what_fake_tensors_promise(backend):
         decay = torch.rand(2, 4, 20) if "decay" in mode else None
         causal = mode.get("causal", False)
         args = (q, k, v, decay, None, None, None, [100.0], causal, 0, 0, True, False, 1e-6, backend, causal)
-        real = linear.forward_op(*args)
-        grads = linear.backward_op(real[0], None, q, k, v, *real, *args[3:-1])
+        real = operator.forward_op(*args)
+        grads = operator.backward_op(real[0], None, q, k, v, *real, *args[3:-1])
         with torch._subclasses.FakeTensorMode() as mode_:
             fake = [mode_.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
-            fake_real = linear.forward_op(*fake)
-            fake_grads = linear.backward_op(fake_real[0], None, *fake[:3], *fake_real, *fake[3:-1])
+            fake_real = operator.forward_op(*fake)
+            fake_grads = operator.backward_op(fake_real[0], None, *fake[:3], *fake_real, *fake[3:-1])
         for a, b in zip((*real, *grads), (*fake_real, *fake_grads), strict=True):
             assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
 

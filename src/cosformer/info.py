@@ -5,7 +5,7 @@ import platform
 import torch
 
 from . import __version__
-from .ops.linear import BACKENDS, backend_info, backend_problem
+from .ops.operator import BACKENDS, backend_info, backend_problem
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import reference
 from ..ops import State, cosformer_attention, cosformer_stream
-from ..ops.linear import BACKENDS, backend_problem
+from ..ops.operator import BACKENDS, backend_problem
 from .measure import gemm_works, in_turns, peak_memory, spread
 
 PASSES = ("forward", "training", "step")  # training is forward and backward; a step decodes one token

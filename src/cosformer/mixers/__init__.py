@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ..ops.linear import check_tensors
+from ..ops.checks import check_tensors
 
 Admission = bool | str  # True, or the reason why not
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .linear import Horizon, State, linear_attention, linear_stream
+from .checks import Horizon
+from .linear import State, linear_attention, linear_stream
 
 
 def cosformer_attention(
