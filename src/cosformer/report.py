@@ -1,6 +1,7 @@
 """From results files to pictures and tables; imports nothing of the package, so any results file can be drawn anywhere."""
 
 import argparse
+import itertools
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,78 +21,54 @@ def plot(rows: list[dict], path: Path) -> None:
 
 
 def cost_plot(rows: list[dict], path: Path) -> None:
-    """Time and peak memory of causal training against length, on log axes, one line an operator."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
+    """Time and peak memory of causal training: cosFormer, softmax and the published algorithm."""
     rows = [r for r in rows if r.get("work") == "training" and r["causal"] and not r["decay"] and r["dtype"] == "float32"]
     if not rows:
         raise ValueError("there is no causal float32 training run among the results, so there is nothing to draw")
     best = "cosformer native" if any(r["operator"] == "cosformer native" for r in rows) else "cosformer torch"
-    shown = {
-        best: ("cosFormer", "cosformer"),
-        "softmax": ("softmax (SDPA)", "softmax"),
-        "published": ("cosFormer, published algorithm", "published"),
+    names = {best: ("cosFormer", "cosformer"), "softmax": ("softmax (SDPA)", "softmax")}
+    names["published"] = ("cosFormer, published algorithm", "published")
+    curves = {
+        label: ([r for r in rows if r["operator"] == name], {"color": COLOURS[colour], "marker": "o", "linewidth": 2})
+        for name, (label, colour) in names.items()
     }
-    with plt.rc_context(
-        {"font.size": 10, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": GRID, "svg.hashsalt": "cosformer"}
-    ):
-        figure, axes = plt.subplots(1, 2, figsize=(9, 3.7), layout="constrained")
-        for axis, value, title in ((axes[0], "ms", "time, ms"), (axes[1], "memory_mib", "peak memory, MiB")):
-            for operator, (label, colour) in shown.items():
-                points = sorted((r["length"], r[value]) for r in rows if r["operator"] == operator and (r.get(value) or 0) > 0)
-                if points:
-                    axis.plot(*zip(*points, strict=True), "o-", label=label, color=COLOURS[colour], linewidth=2, markersize=4)
-            axis.set(xscale="log", yscale="log", xlabel="length, tokens", title=title)
-            lengths = sorted({r["length"] for r in rows})
-            axis.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=30)
-            axis.minorticks_off()
-            axis.grid(color=GRID, linewidth=0.6)
-            axis.spines[["top", "right"]].set_visible(False)
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
-        one = rows[0]
-        figure.suptitle(
-            f"Causal training; {one['heads']} heads of {one['size']}, float32; {one['cpu']}, {one['threads']} cores",
-            fontsize=10,
-        )
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path, dpi=160, metadata={"Software": None})
-        plt.close(figure)
+    _against_length(curves, path, title="Causal training", size=(9, 3.7), legend={"loc": "outside lower center", "ncols": 3})
 
 
 def growth_plot(rows: list[dict], path: Path) -> None:
-    """Time and peak memory of every mixer against length, on log axes; cosFormer and softmax stand out."""
+    """Time and peak memory of every mixer; cosFormer and softmax stand out."""
+    curves = {}
+    for name, mark in zip(dict.fromkeys(r["mixer"] for r in rows), itertools.cycle("osD^v<>pPX*hHd8")):
+        known = {"color": COLOURS[name], "linewidth": 2.5, "zorder": 3} if name in COLOURS else {"linewidth": 1, "alpha": 0.8}
+        curves[name] = ([r for r in rows if r["mixer"] == name], {"marker": mark, **known})
+    _against_length(curves, path, title="Training cost of every mixer", size=(10, 4.4), legend={"loc": "outside right center"})
+
+
+def _against_length(curves: dict[str, tuple[list[dict], dict]], path: Path, *, title: str, size, legend: dict) -> None:
+    """Two panels, time and peak memory against length, on log axes; a curve is its rows and its style."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    names = list(dict.fromkeys(r["mixer"] for r in rows))
-    marks = "osD^v<>pPX*hHd8"
+    rows = [r for mine, _ in curves.values() for r in mine]
+    lengths = sorted({r["length"] for r in rows})
     with plt.rc_context({"font.size": 9, "text.color": INK, "axes.labelcolor": INK, "axes.edgecolor": GRID}):
-        figure, axes = plt.subplots(1, 2, figsize=(10, 4.4), layout="constrained")
-        for axis, value, title in ((axes[0], "ms", "time, ms"), (axes[1], "memory_mib", "peak memory, MiB")):
-            for i, name in enumerate(names):
-                points = sorted((r["length"], r[value]) for r in rows if r["mixer"] == name and (r.get(value) or 0) > 0)
-                style = (
-                    {"color": COLOURS[name], "linewidth": 2.5, "zorder": 3} if name in COLOURS else {"linewidth": 1, "alpha": 0.8}
-                )
+        figure, axes = plt.subplots(1, 2, figsize=size, layout="constrained")
+        for axis, value, what in ((axes[0], "ms", "time, ms"), (axes[1], "memory_mib", "peak memory, MiB")):
+            for label, (mine, style) in curves.items():
+                points = sorted((r["length"], r[value]) for r in mine if (r.get(value) or 0) > 0)
                 if points:
-                    axis.plot(*zip(*points, strict=True), marker=marks[i % len(marks)], markersize=4, label=name, **style)
-            lengths = sorted({r["length"] for r in rows})
-            axis.set(xscale="log", yscale="log", xlabel="length, tokens", title=title)
+                    axis.plot(*zip(*points), label=label, markersize=4, **style)
+            axis.set(xscale="log", yscale="log", xlabel="length, tokens", title=what)
             axis.set_xticks(lengths, [f"{n:,}" for n in lengths], rotation=30)
             axis.minorticks_off()
             axis.grid(color=GRID, linewidth=0.6)
             axis.spines[["top", "right"]].set_visible(False)
-        figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right center", frameon=False)
+        figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, **legend)
         one = rows[0]
-        figure.suptitle(
-            f"Training cost of every mixer; {one['heads']} heads of {one['size']}, float32; {one['cpu']}, {one['threads']} cores",
-            fontsize=10,
-        )
+        where = f"{one['heads']} heads of {one['size']}, float32; {one['cpu']}, {one['threads']} cores"
+        figure.suptitle(f"{title}; {where}", fontsize=10)
         path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, dpi=160, metadata={"Software": None})
         plt.close(figure)
