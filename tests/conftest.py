@@ -6,12 +6,14 @@ import itertools
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from torch.utils._device import _device_constructors
 
 from cosformer.ops.operator import BACKENDS
 
 settings.register_profile("cosformer", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 settings.load_profile("cosformer")
 
+_device_constructors()  # remembered from here on: `with torch.device(...)` must know the real torch.empty
 torch.set_num_threads(1)  # small tensors; tests run side by side, and those about threads set their own
 
 

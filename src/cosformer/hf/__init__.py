@@ -20,6 +20,7 @@ from .decoder import CosformerForCausalLM, CosformerModel
 from .encoder import (
     CosformerEncoderModel,
     CosformerForMaskedLM,
+    CosformerForPairClassification,
     CosformerForSequenceClassification,
     CosformerForTokenClassification,
 )
@@ -34,6 +35,7 @@ __all__ = [
     "CosformerForCausalLM",
     "CosformerForConditionalGeneration",
     "CosformerForMaskedLM",
+    "CosformerForPairClassification",
     "CosformerForSequenceClassification",
     "CosformerForTokenClassification",
     "CosformerModel",

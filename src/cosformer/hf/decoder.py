@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM, LlamaModel
 
 from .configuration import CosformerConfig
-from .mixing import CosformerPreTrained, SelfMixing, check_cache, check_padding_mask, refuse_weights
+from .mixing import CosformerPreTrained, check_cache, check_padding_mask, packed_boundaries, refuse_weights, self_mixing
 
 
 class CosformerDecoderAttention(LlamaAttention):
@@ -16,7 +16,7 @@ class CosformerDecoderAttention(LlamaAttention):
 
     def __init__(self, config: CosformerConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.mixing = SelfMixing(config, heads=config.num_attention_heads, causal=True)
+        self.mixing = self_mixing(config, heads=config.num_attention_heads, causal=True)
 
     def forward(self, hidden_states, past_key_values=None, key_mask=None, cu_seqlens=None, **kwargs) -> tuple[Tensor, None]:
         size, projections = self.head_dim, (self.q_proj, self.k_proj, self.v_proj)
@@ -34,6 +34,8 @@ class CosformerModel(CosformerPreTrained, LlamaModel):
         for i, kind in enumerate(config.layer_types):
             if kind == "linear_attention":
                 self.layers[i].self_attn = CosformerDecoderAttention(config, i)
+        if config.positions == "learned":
+            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.post_init()
 
     def forward(
@@ -48,15 +50,23 @@ class CosformerModel(CosformerPreTrained, LlamaModel):
     ):
         refuse_weights(self.config, kwargs)
         check_padding_mask("attention_mask", attention_mask)
+        boundaries = None
+        if past_key_values is None and attention_mask is None:
+            boundaries = kwargs.get("cu_seq_lens_q")
+            boundaries = packed_boundaries(position_ids) if boundaries is None else boundaries
+        if boundaries is not None and use_cache:
+            raise ValueError("use_cache=True with packed sequences: a cache holds one sequence a row; pass use_cache=False")
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training
+            use_cache = self.config.use_cache and not self.training and boundaries is None
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
         check_cache(past_key_values)
-        if past_key_values is None and attention_mask is None:
-            boundaries = kwargs.get("cu_seq_lens_q")
-            kwargs["cu_seqlens"] = packed_boundaries(position_ids) if boundaries is None else boundaries
+        kwargs["cu_seqlens"] = boundaries
         kwargs["key_mask"] = attention_mask
+        if self.config.positions == "learned":
+            inputs_embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+            inputs_embeds = inputs_embeds + self.position_vectors(inputs_embeds, position_ids, past_key_values)
+            input_ids = None
         if "full_attention" not in self.config.layer_types:
             attention_mask = position_ids = None  # only softmax layers read them, and their mask is quadratic
         return super().forward(
@@ -69,6 +79,14 @@ class CosformerModel(CosformerPreTrained, LlamaModel):
             **kwargs,
         )
 
+    def position_vectors(self, inputs: Tensor, position_ids: Tensor | None, cache) -> Tensor:
+        if position_ids is None:
+            seen = 0 if cache is None else cache.get_seq_length()
+            position_ids = torch.arange(seen, seen + inputs.shape[1], device=inputs.device)[None]
+        if (last := int(position_ids.max())) >= (most := self.embed_positions.num_embeddings):
+            raise ValueError(f"position {last} has no learned vector; max_position_embeddings is {most}")
+        return self.embed_positions(position_ids)
+
 
 class CosformerForCausalLM(CosformerPreTrained, LlamaForCausalLM):
     config: CosformerConfig
@@ -80,22 +98,3 @@ class CosformerForCausalLM(CosformerPreTrained, LlamaForCausalLM):
         self.vocab_size = config.vocab_size
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
-
-
-def packed_boundaries(position_ids: Tensor | None) -> Tensor | None:
-    """Where sequences packed into one row begin, told from positions that start again; None for one plain sequence."""
-    if position_ids is None:
-        return None
-    if torch.compiler.is_compiling():
-        raise ValueError(
-            "position_ids may mark packed sequences, which a compiled graph cannot look for; "
-            "also pass attention_mask (one sequence a row) or cu_seq_lens_q (packed)"
-        )
-    starts = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    if not bool(starts.any()):
-        return None
-    if position_ids.shape[0] != 1:
-        rows = position_ids.shape[0]
-        raise ValueError(f"position_ids start again inside a batch of {rows} rows; packed sequences stand in one row")
-    inner = starts[0].nonzero().flatten() + 1
-    return torch.cat([inner.new_zeros(1), inner, inner.new_tensor([position_ids.shape[1]])])

@@ -1,19 +1,24 @@
 """The encoder: BERT's architecture and heads with linear layers.
 
+`CosformerForPairClassification` is Long-Range Arena's model of two texts, read one by one: [a, b, a * b, a - b] through an MLP.
+
 BERT's heads average their loss themselves, so the Trainer must not hand them num_items_in_batch (`accepts_loss_kwargs`).
 """
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from transformers.modeling_outputs import SequenceClassifierOutput
 from transformers.models.bert.modeling_bert import (
     BertForMaskedLM,
     BertForSequenceClassification,
     BertForTokenClassification,
     BertModel,
+    BertPreTrainedModel,
     BertSelfAttention,
 )
 
 from .configuration import CosformerEncoderConfig
-from .mixing import CosformerPreTrained, SelfMixing, check_padding_mask, refuse_weights
+from .mixing import CosformerPreTrained, check_padding_mask, packed_boundaries, refuse_weights, self_mixing
 
 
 class CosformerEncoderAttention(BertSelfAttention):
@@ -21,12 +26,12 @@ class CosformerEncoderAttention(BertSelfAttention):
 
     def __init__(self, config: CosformerEncoderConfig, layer_idx: int):
         super().__init__(config, is_causal=False, layer_idx=layer_idx)
-        self.mixing = SelfMixing(config, heads=config.num_attention_heads, causal=False)
+        self.mixing = self_mixing(config, heads=config.num_attention_heads, causal=False)
 
-    def forward(self, hidden_states, attention_mask=None, past_key_values=None, key_mask=None, **kwargs) -> tuple[Tensor, None]:
+    def forward(self, hidden_states, attention_mask=None, past_key_values=None, key_mask=None, cu_seqlens=None, **kwargs):
         size, projections = self.attention_head_size, (self.query, self.key, self.value)
         q, k, v = (proj(hidden_states).unflatten(-1, (-1, size)).transpose(1, 2) for proj in projections)
-        return self.mixing(hidden_states, q, k, v, key_mask=key_mask), None
+        return self.mixing(hidden_states, q, k, v, key_mask=key_mask, cu_seqlens=cu_seqlens), None
 
 
 class CosformerEncoderModel(CosformerPreTrained, BertModel):
@@ -37,15 +42,39 @@ class CosformerEncoderModel(CosformerPreTrained, BertModel):
         for i, kind in enumerate(config.layer_types):
             if kind == "linear_attention":
                 self.encoder.layer[i].attention.self = CosformerEncoderAttention(config, i)
+        if config.positions != "learned":
+            self.embeddings.position_embeddings = NoPositions()
         self.post_init()
 
-    def forward(self, input_ids=None, attention_mask=None, **kwargs):
+    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
         refuse_weights(self.config, kwargs)
         check_padding_mask("attention_mask", attention_mask)
         key_mask = attention_mask
         if "full_attention" not in self.config.layer_types:
             attention_mask = None  # only softmax layers read it
-        return super().forward(input_ids, attention_mask=attention_mask, key_mask=key_mask, **kwargs)
+        if key_mask is None:
+            kwargs["cu_seqlens"] = packed_boundaries(position_ids)
+            if kwargs["cu_seqlens"] is not None and "full_attention" in self.config.layer_types:
+                raise ValueError("position_ids mark packed sequences, which BERT's softmax layers do not keep apart")
+        out = super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, key_mask=key_mask, **kwargs)
+        if self.pooler is not None and self.config.pooling == "mean":
+            out.pooler_output = self.pooler(mean(out.last_hidden_state, key_mask).unsqueeze(1))  # it reads the first vector
+        return out
+
+
+class NoPositions(nn.Module):
+    """In the place of BERT's position embeddings where there are none."""
+
+    def forward(self, position_ids: Tensor) -> Tensor:
+        return torch.zeros((), device=position_ids.device)
+
+
+def mean(hidden: Tensor, mask: Tensor | None) -> Tensor:
+    """(B, L, C) -> (B, C), over what the mask keeps."""
+    if mask is None:
+        return hidden.mean(1)
+    keep = mask.to(hidden.dtype).unsqueeze(-1)
+    return (hidden * keep).sum(1) / keep.sum(1).clamp_min(1)
 
 
 class CosformerForMaskedLM(CosformerPreTrained, BertForMaskedLM):
@@ -76,3 +105,22 @@ class CosformerForTokenClassification(CosformerPreTrained, BertForTokenClassific
         super().__init__(config)
         self.bert = CosformerEncoderModel(config, add_pooling_layer=False)
         self.post_init()
+
+
+class CosformerForPairClassification(CosformerPreTrained, BertPreTrainedModel):
+    config: CosformerEncoderConfig
+    accepts_loss_kwargs = False
+
+    def __init__(self, config: CosformerEncoderConfig):
+        super().__init__(config)
+        size = config.hidden_size
+        self.bert = CosformerEncoderModel(config)
+        self.classifier = nn.Sequential(nn.Linear(4 * size, size), nn.ReLU(), nn.Linear(size, config.num_labels))
+        self.post_init()
+
+    def forward(self, input_ids, pair_input_ids, attention_mask=None, pair_attention_mask=None, labels=None, **kwargs):
+        a = self.bert(input_ids, attention_mask=attention_mask, **kwargs).pooler_output
+        b = self.bert(pair_input_ids, attention_mask=pair_attention_mask, **kwargs).pooler_output
+        logits = self.classifier(torch.cat([a, b, a * b, a - b], -1))
+        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
+        return SequenceClassifierOutput(loss=loss, logits=logits)

@@ -16,7 +16,7 @@ from ..ops import linear_attention
 from .cache import encoder_decoder_cache
 from .configuration import CosformerSeq2SeqConfig
 from .interface import padding
-from .mixing import CosformerPreTrained, SelfMixing, check_cache, check_padding_mask, refuse_weights
+from .mixing import CosformerPreTrained, check_cache, check_padding_mask, refuse_weights, registry_mixer, self_mixing
 
 
 class CosformerSeq2SeqAttention(BartAttention):
@@ -25,7 +25,7 @@ class CosformerSeq2SeqAttention(BartAttention):
     def __init__(self, config: CosformerSeq2SeqConfig, layer_idx: int, *, causal: bool):
         heads = config.decoder_attention_heads if causal else config.encoder_attention_heads
         super().__init__(config.d_model, heads, is_decoder=causal, is_causal=causal, config=config, layer_idx=layer_idx)
-        self.mixing = SelfMixing(config, heads=heads, causal=causal)
+        self.mixing = self_mixing(config, heads=heads, causal=causal)
 
     def forward(self, hidden_states, past_key_values=None, key_mask=None, **kwargs) -> tuple[Tensor, None]:
         q, k, v = (split_heads(self, proj(hidden_states)) for proj in (self.q_proj, self.k_proj, self.v_proj))
@@ -34,10 +34,17 @@ class CosformerSeq2SeqAttention(BartAttention):
 
 
 class CosformerCrossAttention(BartAttention):
-    """BART's projections around linear cross attention: no cosine and no decay, which measure distances on one axis."""
+    """BART's projections around linear cross attention: no cosine and no decay, which measure distances on one axis.
+
+    Another mixer is used where the config names one.
+    """
 
     def __init__(self, config: CosformerSeq2SeqConfig, layer_idx: int):
         super().__init__(config.d_model, config.decoder_attention_heads, is_decoder=True, config=config, layer_idx=layer_idx)
+        self.mixer = None
+        if config.mixer != "cosformer":
+            self.mixer = registry_mixer(config, heads=config.decoder_attention_heads)
+            self.mixer.refuse(cross=True)
 
     def forward(self, hidden_states, key_value_states=None, past_key_values=None, cross_mask=None, **kwargs):
         q = split_heads(self, self.q_proj(hidden_states))
@@ -45,7 +52,11 @@ class CosformerCrossAttention(BartAttention):
         if cache is None or cache.state is None:
             k, v = (split_heads(self, proj(key_value_states)) for proj in (self.k_proj, self.v_proj))
             key_mask = None if cross_mask is None else padding(cross_mask)
-        if cache is None:
+        if self.mixer is not None:
+            if cache is not None:
+                raise ValueError(f"mixer {self.mixer.name!r} keeps no cache in this model; call it with use_cache=False")
+            out = self.mixer(q, k, v, key_mask=key_mask)
+        elif cache is None:
             out = linear_attention(q, k, v, horizon=math.inf, relu=True, key_mask=key_mask)
         else:
             if cache.state is None:

@@ -1,0 +1,194 @@
+"""The Cosformer model types with any mixer in their layers, learned or rotary positions, packed rows, pooling and pairs."""
+
+import pytest
+import torch
+
+from cosformer import mixers
+from cosformer.hf import (
+    CosformerConfig,
+    CosformerEncoderConfig,
+    CosformerForCausalLM,
+    CosformerForConditionalGeneration,
+    CosformerForMaskedLM,
+    CosformerForPairClassification,
+    CosformerForSequenceClassification,
+    CosformerSeq2SeqConfig,
+)
+
+LENGTH = 24
+DECODER = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+DECODER |= {"max_position_embeddings": LENGTH, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
+ENCODER = {**DECODER, "hidden_dropout_prob": 0.0}
+SEQ2SEQ = {"vocab_size": 40, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
+SEQ2SEQ |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": LENGTH, "dropout": 0.0}
+KINDS = {
+    "causal": (CosformerForCausalLM, CosformerConfig, DECODER),
+    "masked": (CosformerForMaskedLM, CosformerEncoderConfig, ENCODER),
+    "seq2seq": (CosformerForConditionalGeneration, CosformerSeq2SeqConfig, SEQ2SEQ),
+}
+
+
+def build(kind: str, **fields):
+    torch.manual_seed(0)
+    model, config, sizes = KINDS[kind]
+    return model(config(**{**sizes, **fields})).eval()
+
+
+def ids(rows: int = 2, length: int = LENGTH) -> torch.Tensor:
+    return torch.randint(5, 40, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+def admitted(name: str, kind: str) -> bool:
+    mixer = mixers.build(name, heads=2, head_dim=16, max_length=LENGTH)
+    asks = {"causal": [{"causal": True}], "masked": [{}], "seq2seq": [{}, {"causal": True}, {"cross": True}]}[kind]
+    try:
+        for ask in asks:
+            mixer.refuse(**ask)
+    except ValueError:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", [n for n in mixers.names() if n != "cosformer"])
+def test_every_mixer_trains_or_says_why_not_and_survives_a_save(kind, name, tmp_path):
+    if not admitted(name, kind):
+        with pytest.raises(ValueError, match=f"mixer '{name}' does not do"):
+            build(kind, mixer=name)
+        return
+    model = build(kind, mixer=name)
+    assert not model.config.use_cache and model.config.decay is None
+    batch = {"input_ids": ids(), "labels": ids()}
+    model(**batch).loss.backward()
+    assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
+    projections = [p.grad for n, p in model.named_parameters() if ("v_proj" in n or "value" in n) and "weight" in n]
+    assert projections and all(g.abs().max() > 0 for g in projections)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(again(**batch).logits, model(**batch).logits, rtol=0, atol=0)
+
+
+def test_relu_is_cosformer_with_an_infinite_horizon():
+    a, b = build("causal", mixer="relu"), build("causal", decay=None, horizon=float("inf"))
+    b.load_state_dict(a.state_dict())
+    torch.testing.assert_close(a(input_ids=ids()).logits, b(input_ids=ids()).logits, rtol=1e-5, atol=1e-5)
+
+
+def test_softmax_with_rope_is_llama():
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    ours, theirs = build("causal", mixer="softmax", positions="rope"), LlamaForCausalLM(LlamaConfig(**DECODER)).eval()
+    theirs.load_state_dict(ours.state_dict())
+    torch.testing.assert_close(ours(input_ids=ids()).logits, theirs(input_ids=ids()).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_softmax_in_the_encoder_is_bert():
+    from transformers import BertConfig, BertForMaskedLM
+
+    ours, theirs = build("masked", mixer="softmax"), BertForMaskedLM(BertConfig(**ENCODER)).eval()
+    theirs.load_state_dict(ours.state_dict())
+    mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [15]])).long()
+    for given in ({}, {"attention_mask": mask}):
+        got, want = ours(input_ids=ids(), **given).logits, theirs(input_ids=ids(), **given).logits
+        keep = given.get("attention_mask", torch.ones_like(mask)).bool()
+        torch.testing.assert_close(got[keep], want[keep], rtol=1e-4, atol=1e-5)
+
+
+def test_softmax_in_the_encoder_decoder_is_bart():
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    ours, theirs = build("seq2seq", mixer="softmax"), BartForConditionalGeneration(BartConfig(**SEQ2SEQ)).eval()
+    theirs.load_state_dict(ours.state_dict())
+    mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [15]])).long()
+    batch = {"input_ids": ids(), "attention_mask": mask, "labels": ids(length=9)}
+    torch.testing.assert_close(ours(**batch).logits, theirs(**batch).logits, rtol=1e-4, atol=1e-5)
+
+
+PACKED = torch.tensor([[*range(10), *range(14)], [*range(3), *range(1), *range(20)]])
+
+
+@pytest.mark.parametrize("fields", [{}, {"decay": None}, {"decay": "ladder"}, {"mixer": "softmax"}, {"mixer": "elu"}], ids=str)
+@pytest.mark.parametrize("positions", ["learned", None])
+@pytest.mark.parametrize("kind", ["causal", "masked"])
+def test_packed_rows_are_the_documents_alone(kind, positions, fields):
+    model, tokens = build(kind, positions=positions, **fields), ids()
+    for p in model.parameters():  # gates start at zero: make rates depend on the token
+        torch.nn.init.normal_(p, std=0.2) if p.ndim > 1 else None
+    packed = model(input_ids=tokens, position_ids=PACKED).logits
+    row, at = 0, 0
+    for start, stop in ((0, 10), (10, 24), (24, 27), (27, 28), (28, 48)):
+        row, at = divmod(start, LENGTH)
+        alone = model(input_ids=tokens[row : row + 1, at : at + stop - start]).logits[0]
+        torch.testing.assert_close(packed[row, at : at + stop - start], alone, rtol=1e-4, atol=1e-5)
+    if kind == "masked" or positions is None:  # and it is not what an unpacked row gives
+        assert not torch.allclose(model(input_ids=tokens).logits[0, 10:], packed[0, 10:], rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("fields", [{"positions": "learned"}, {"mixer": "softmax", "positions": "learned"}], ids=str)
+def test_learned_positions_generate_what_the_whole_text_gives(fields):
+    model, prompt = build("causal", **fields), ids(length=5)
+    made = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
+    for _ in range(8):
+        prompt = torch.cat([prompt, model(input_ids=prompt).logits[:, -1:].argmax(-1)], 1)
+    assert made.tolist() == prompt.tolist()
+    a, b = model(input_ids=torch.full((1, 6), 7)).logits[0, [1, 5]]
+    assert not torch.allclose(a, b, atol=1e-5)  # the same token six times: only its position tells
+    with pytest.raises(ValueError, match=f"position {LENGTH} has no learned vector; max_position_embeddings is {LENGTH}"):
+        model(input_ids=torch.ones(1, LENGTH + 1, dtype=torch.long), use_cache=False)
+
+
+def test_another_mixer_takes_no_cache():
+    model = build("causal", mixer="elu")
+    with pytest.raises(ValueError, match="mixer 'elu' keeps no cache in this model; call it with use_cache=False"):
+        model(input_ids=ids(), use_cache=True)
+
+
+def test_mean_pooling_reads_every_kept_token_and_nothing_else():
+    def pooled(pooling, tokens, mask):
+        torch.manual_seed(0)
+        model = CosformerForSequenceClassification(CosformerEncoderConfig(**ENCODER, pooling=pooling, num_labels=3)).eval()
+        return model.bert(tokens, attention_mask=mask).pooler_output, model
+
+    mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [15]])).long()
+    got, model = pooled("mean", ids(), mask)
+    hidden = model.bert(ids(), attention_mask=mask).last_hidden_state
+    want = torch.stack([hidden[0].mean(0), hidden[1, :15].mean(0)])
+    torch.testing.assert_close(got, torch.tanh(model.bert.pooler.dense(want)))
+    torch.testing.assert_close(pooled("mean", ids()[1:, :15], mask[1:, :15])[0], got[1:], rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(pooled("cls", ids(), mask)[0], got)
+
+
+def test_pairs_are_read_one_by_one():
+    torch.manual_seed(0)
+    model = CosformerForPairClassification(CosformerEncoderConfig(**ENCODER, num_labels=2)).eval()
+    a, b = ids(), ids(length=9).flip(1)
+    out = model(input_ids=a, pair_input_ids=b, labels=torch.tensor([0, 1]))
+    x, y = (model.bert(t).pooler_output for t in (a, b))
+    torch.testing.assert_close(out.logits, model.classifier(torch.cat([x, y, x * y, x - y], -1)))
+    torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(out.logits, torch.tensor([0, 1])))
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"mixer": "nobody"}, "mixer is 'nobody'; one of bigbird"),
+        ({"mixer": "elu", "mixer_options": {"features": 3}}, "mixer_options has 'features'; mixer 'elu' accepts none"),
+        ({"mixer": "elu", "decay": "ladder"}, "decay='ladder' are cosformer's; mixer is 'elu'"),
+        ({"mixer": "elu", "horizon": 8}, "horizon=8 and"),
+        ({"positions": "rope"}, 'the re-weighting of mixer "cosformer" is its position encoding'),
+        ({"positions": "sine"}, "positions is 'sine'; one of 'learned', 'rope', None"),
+        ({"mixer_options": {"slope": 1}}, 'mixer "cosformer" has the fields horizon and decay instead'),
+        ({"mixer": "elu", "positions": "rope"}, "mixer 'elu' does not do positions='rope'"),
+    ],
+    ids=str,
+)
+def test_fields_that_make_no_sense_are_refused(fields, said):
+    with pytest.raises(Exception, match=said.replace("(", r"\(")):
+        build("causal", **fields)
+
+
+def test_encoder_fields_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="pooling is 'max'; one of 'cls', 'mean'"):
+        CosformerEncoderConfig(pooling="max")
+    with pytest.raises(ValueError, match='the encoder-decoder has only "learned", as BART does'):
+        CosformerSeq2SeqConfig(positions=None)
