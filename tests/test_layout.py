@@ -29,6 +29,8 @@ LAW = {
     "nn": {"mixers", "ops"},
     "hf": {"nn", "mixers", "ops"},
     "tasks": set(),
+    "models": {"hf", "mixers", "tasks"},
+    "train": {"models", "tasks"},
     "generate": {"hf"},
     "picture": {"mixers", "report"},
     "info": {"", "ops.operator"},
@@ -36,7 +38,7 @@ LAW = {
 }
 ONLY_IN = {
     "matplotlib": {"report"},
-    "transformers": {"hf", "tasks", "generate", "bench"},
+    "transformers": {"hf", "tasks", "models", "train", "generate", "bench"},
     "datasets": {"tasks"},
     "numpy": {"tasks"},
     "ctypes": {"ops._native"},

@@ -4,6 +4,9 @@ import importlib
 import sys
 
 VERBS = {
+    "train": ("cosformer.train", "train any mixer on a task, from scratch or from a saved model"),
+    "evaluate": ("cosformer.train.evaluate", "score a saved model on a task"),
+    "finetune": ("cosformer.train.finetune", "train a saved model further on another task"),
     "bench": ("cosformer.bench", "time and memory of attention operators beside their peers"),
     "generate": ("cosformer.generate", "continue a prompt with a saved model"),
     "picture": ("cosformer.picture", "attention matrices of any mixers, side by side"),

@@ -10,11 +10,12 @@ from typing import Any
 
 from .contract import IGNORE, KINDS, Published, Special, Task
 from .packing import cu_seqlens, segment_ids
-from .source import DataError
+from .source import SPLITS, DataError
 
 __all__ = [
     "IGNORE",
     "KINDS",
+    "SPLITS",
     "DataError",
     "Published",
     "Special",

@@ -1,0 +1,158 @@
+"""What is seen of a run while it trains: a bar with loss, speed and time left, `metrics.jsonl`, and a stop when asked to."""
+
+import json
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from tqdm.auto import tqdm
+from transformers import TrainerCallback
+
+
+class Metrics(TrainerCallback):
+    """Appends what is logged to a file, one JSON object a line; lines of steps that a resumed run repeats are dropped first."""
+
+    def __init__(self, path: Path):
+        self.path, self.seconds, self.begun = path, 0.0, 0.0
+        self.last = (0.0, 0)  # seconds and tokens at the last line, for the speed
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        kept = [row for row in read(self.path) if 0 < row["step"] <= state.global_step]
+        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        self.seconds = kept[-1]["seconds"] if kept else 0.0
+        self.begun, self.last = time.perf_counter(), (self.seconds, state.num_input_tokens_seen)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not state.is_world_process_zero or not logs:
+            return
+        seconds, tokens = self.seconds + time.perf_counter() - self.begun, state.num_input_tokens_seen
+        row: dict[str, Any] = {"step": state.global_step, "tokens": tokens, "seconds": round(seconds, 3)}
+        if "loss" in logs:
+            row["tokens_per_second"] = round((tokens - self.last[1]) / max(seconds - self.last[0], 1e-9), 1)
+        self.last = (seconds, tokens)
+        row |= {key: value for key, value in logs.items() if key not in ("epoch", "num_input_tokens_seen")}
+        with self.path.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    """The lines of a metrics file; a last one that a killed process left half written is dropped."""
+    rows = []
+    for line in path.read_text().splitlines() if path.exists() else []:
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError:
+            break
+    return rows
+
+
+class Bar(TrainerCallback):
+    """A progress bar on a terminal, a line now and then elsewhere."""
+
+    every = 30.0  # seconds between lines
+
+    def __init__(self):
+        self.bar: tqdm | None = None
+        self.said = 0.0
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if not state.is_world_process_zero:
+            return
+        if sys.stderr.isatty():
+            self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True)
+        self.begun = self.last = (time.perf_counter(), state.global_step, state.num_input_tokens_seen)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.update(state.global_step - self.bar.n)
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        if not state.is_world_process_zero or not logs:
+            return
+        now = (time.perf_counter(), state.global_step, state.num_input_tokens_seen)
+        speed = (now[2] - self.last[2]) / max(now[0] - self.last[0], 1e-9)
+        self.last = now
+        if "eval_loss" in logs:
+            found = {key.removeprefix("eval_"): value for key, value in logs.items() if key.startswith("eval_")}
+            self.say(f"step {state.global_step:,}: {show(found)}")
+        elif "loss" in logs and self.bar is not None:
+            self.bar.set_postfix_str(f"loss {logs['loss']:.4f}, {speed:,.0f} tokens/s")
+        elif "loss" in logs and now[0] - self.said > self.every:
+            self.said = now[0]
+            left = (now[0] - self.begun[0]) / max(1, now[1] - self.begun[1]) * (state.max_steps - state.global_step)
+            where = f"step {state.global_step:,} of {state.max_steps:,}"
+            self.say(f"{where}: loss {logs['loss']:.4f}, {speed:,.0f} tokens/s, {clock(left)} left")
+
+    def say(self, line: str) -> None:
+        if self.bar is None:
+            print(line, flush=True)
+        else:
+            self.bar.write(line)
+
+    def on_train_end(self, args, state, control, **kwargs):
+        if self.bar is not None:
+            self.bar.close()
+
+
+OWN = ("runtime", "per_second", "model_preparation_time")  # what the Trainer adds to scores of its own
+
+
+def show(scores: dict[str, float]) -> str:
+    """Scores in one line, without what only counts or times."""
+    return ", ".join(f"{key} {value:.4g}" for key, value in scores.items() if key != "tokens" and not key.endswith(OWN))
+
+
+def clock(seconds: float) -> str:
+    """3725 -> 1:02:05"""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+class Interrupt(TrainerCallback):
+    """Ctrl-C, or SIGTERM as clusters send it: finish the step, save, stop. A second Ctrl-C stops at once."""
+
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def __init__(self):
+        self.asked: str | None = None
+
+    def __enter__(self):
+        self.before = {number: signal.signal(number, self.ask) for number in self.signals} if on_main_thread() else {}
+        return self
+
+    def __exit__(self, *_):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def ask(self, number, frame):
+        if self.asked is not None:
+            raise KeyboardInterrupt
+        self.asked = signal.Signals(number).name
+        print("\nstopping after this step, with a checkpoint; once more to stop at once", file=sys.stderr, flush=True)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if anybody(self.asked is not None):
+            self.asked = self.asked or "a signal to another process"
+            control.should_save = control.should_training_stop = True
+
+
+def on_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+def anybody(asked: bool) -> bool:
+    """Whether any process of the run was asked: all must stop after the same step."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return asked
+    flag = torch.tensor([asked], dtype=torch.int32)
+    if torch.distributed.get_backend() == "nccl":
+        flag = flag.cuda()
+    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
+    return bool(flag.item())

@@ -1,0 +1,179 @@
+"""What a run is: its settings, from a recipe (TOML) and the command line, as one object that is saved beside the model.
+
+about, mixer, size, out, start, eval_examples, test_examples: as on the command line
+[task]      name, and the settings of that task (cosformer.tasks.settings): data, length ...
+[model]     fields of the model's config
+[train]     arguments of transformers' Seq2SeqTrainingArguments
+[pretrain]  the same, for masked pre-training on the task's own inputs before it
+"""
+
+import argparse
+import dataclasses
+import json
+import tomllib
+from pathlib import Path
+from typing import Any
+
+from .. import models, tasks
+
+DEFAULTS: dict[str, Any] = {  # of ours, where transformers' are for large runs on GPUs
+    "max_steps": 1000,
+    "per_device_train_batch_size": 8,
+    "per_device_eval_batch_size": 16,
+    "learning_rate": 1e-3,
+    "lr_scheduler_type": "cosine",
+    "warmup_steps": 0.05,
+    "weight_decay": 0.1,
+    "adam_beta2": 0.98,
+    "logging_steps": 10,
+    "seed": 0,
+}
+
+
+class SettingsError(ValueError):
+    """A setting that cannot be; the message names it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Run:
+    """One training run. What is not given has the task's, the size's or `DEFAULTS`' value."""
+
+    task: str
+    out: str
+    mixer: str = "cosformer"
+    size: str = "tiny"
+    start: str | None = None  # a saved model to start from
+    eval_examples: int | None = None  # validate on this many examples while training; the final scores take all
+    test_examples: int | None = None  # and the final scores on this many
+    about: str = ""
+    task_settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    model_fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+    training: dict[str, Any] = dataclasses.field(default_factory=dict)
+    pretrain: dict[str, Any] | None = None  # a dict, even an empty one: pre-train first
+
+    def __post_init__(self):
+        if self.task not in tasks.names():
+            raise SettingsError(f"task is {self.task!r}; one of {', '.join(tasks.names())}")
+        try:
+            models.mixer_fields(self.mixer)
+        except ValueError as error:
+            raise SettingsError(str(error)) from None
+        if self.size not in (*models.SIZES, "published"):
+            raise SettingsError(f"size is {self.size!r}; one of {', '.join(models.SIZES)}, published")
+        known = tasks.settings(self.task)
+        if unknown := [key for key in self.task_settings if key not in known]:
+            raise SettingsError(f"task {self.task!r} has no setting {unknown[0]!r}; it takes {', '.join(known)}")
+        for table in (self.training, self.pretrain or {}):
+            if unknown := [key for key in table if key not in training_fields()]:
+                raise SettingsError(f"{unknown[0]!r} is no argument of transformers' Seq2SeqTrainingArguments")
+            if "output_dir" in table:
+                raise SettingsError("output_dir is the run's --out; leave it out")
+        for name in ("eval_examples", "test_examples"):
+            if (value := getattr(self, name)) is not None and value < 1:
+                raise SettingsError(f"{name} is {value}; it must be at least 1")
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> "Run":
+        return cls(**json.loads(path.read_text()))
+
+
+def training_fields() -> set[str]:
+    from transformers import Seq2SeqTrainingArguments
+
+    return {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments) if field.init}
+
+
+KEYS = ("about", "mixer", "size", "out", "start", "eval_examples", "test_examples")
+TABLES = {"task": "task_settings", "model": "model_fields", "train": "training", "pretrain": "pretrain"}
+
+
+def read_recipe(path: Path) -> dict[str, Any]:
+    """A recipe's settings as `Run` takes them."""
+    try:
+        recipe = tomllib.loads(path.read_text())
+    except FileNotFoundError:
+        raise SettingsError(f"recipe {path}: there is no such file") from None
+    except tomllib.TOMLDecodeError as error:
+        raise SettingsError(f"recipe {path}: {error}") from None
+    found: dict[str, Any] = {}
+    for key, value in recipe.items():
+        if key in TABLES and isinstance(value, dict):
+            found[TABLES[key]] = value
+        elif key in KEYS and not isinstance(value, dict):
+            found[key] = value
+        else:
+            known = ", ".join([*KEYS, *(f"[{table}]" for table in TABLES)])
+            raise SettingsError(f"recipe {path}: unknown {key!r}; it may have {known}")
+    if "name" in (table := found.get("task_settings", {})):
+        found["task"] = table.pop("name")
+    return found
+
+
+def parser(prog: str, description: str, *, task: str | None) -> argparse.ArgumentParser:
+    """Our arguments; `task` says whether the task is asked for ("?": a recipe may name it)."""
+    p = argparse.ArgumentParser(
+        prog=prog,
+        description=description,
+        epilog="Every argument of transformers' Seq2SeqTrainingArguments is taken, too: --max_steps 500 --learning_rate 3e-4 "
+        "--per_device_train_batch_size 16 --gradient_accumulation_steps 4 --bf16 ...",
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+    )
+    if task:
+        p.add_argument("task", nargs=task, help=f"one of {', '.join(tasks.names())}")
+    p.add_argument("--recipe", type=Path, help="a TOML file with the same settings; the command line wins")
+    p.add_argument("--mixer", help=f"one of {', '.join(models.names())}; softmax+rope (default: cosformer)")
+    p.add_argument("--size", help=f"{', '.join(f'{name} ({size})' for name, size in models.SIZES.items())}, published")
+    p.add_argument("--data", help="a text file, CSV, TSV or JSONL file, or a folder of them (default: what the task makes itself)")
+    p.add_argument("--length", type=int, help="tokens a sequence has at most")
+    p.add_argument("--tokenizer", help='"bytes" (default), "bpe:8000" (trained on the data) or a path')
+    p.add_argument("--out", help="the run's folder (default: runs/TASK-MIXER)")
+    p.add_argument("--eval-examples", type=int, help="validate on this many examples while training")
+    p.add_argument("--test-examples", type=int, help="take the final scores on this many examples")
+    p.add_argument("--set", action="append", metavar="KEY=VALUE", help="task.KEY, model.KEY or pretrain.KEY, as in a recipe")
+    return p
+
+
+def merge(given: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
+    """The settings of a recipe, if there is one, under those of the command line."""
+    said = vars(given)
+    found = read_recipe(said["recipe"]) if "recipe" in said else {}
+    found |= {key: said[key] for key in (*KEYS, "task") if key in said}
+    for key in ("data", "length", "tokenizer"):
+        if key in said:
+            found.setdefault("task_settings", {})[key] = said[key]
+    for assignment in said.get("set", []):
+        place, equals, value = assignment.partition("=")
+        table, dot, key = place.partition(".")
+        if not (equals and dot and table in TABLES):
+            raise SettingsError(f"--set {assignment}: it takes task.KEY=VALUE, model.KEY=VALUE or pretrain.KEY=VALUE")
+        if found.get(TABLES[table]) is None:
+            found[TABLES[table]] = {}
+        found[TABLES[table]][key] = _value(value)
+    found["training"] = found.get("training", {}) | _trainer_arguments(rest)
+    if "task" not in found:
+        raise SettingsError("no task: name one, or give a --recipe that does")
+    found.setdefault("out", f"runs/{found['task']}-{found.get('mixer', 'cosformer')}")
+    return found
+
+
+def _value(text: str) -> Any:
+    """A TOML value; a bare word is a string."""
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _trainer_arguments(rest: list[str]) -> dict[str, Any]:
+    """What was said of transformers' arguments, and nothing of what was not."""
+    from transformers import HfArgumentParser, Seq2SeqTrainingArguments
+
+    p = HfArgumentParser(Seq2SeqTrainingArguments, argument_default=argparse.SUPPRESS, allow_abbrev=False, add_help=False)
+    p.prog = "cosformer"
+    for action in p._actions:
+        action.default, action.required = argparse.SUPPRESS, False
+    return vars(p.parse_args(rest))
