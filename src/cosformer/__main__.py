@@ -4,6 +4,7 @@ import importlib
 import sys
 
 VERBS = {
+    "compare": ("cosformer.compare", "is linear attention as good as softmax here, and what does it save?"),
     "train": ("cosformer.train", "train any mixer on a task, from scratch or from a saved model"),
     "evaluate": ("cosformer.train.evaluate", "score a saved model on a task"),
     "finetune": ("cosformer.train.finetune", "train a saved model further on another task"),

@@ -70,6 +70,7 @@ def _train(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallb
         if trainer.is_world_process_zero():
             announce(run, task, trainer.model)
         last = last_checkpoint(out)
+        trainer.args.eval_on_start &= last is None  # the start is behind
         try:
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
         except OSError as error:
@@ -172,7 +173,8 @@ def announce(run: Run, task: tasks.Task, model) -> None:
 
 def scores(trainer: Loop, task: tasks.Task, split: str, *, examples: int | None = None) -> dict[str, float]:
     """The scores of the trainer's model on a split."""
-    dataset, found = part(getattr(task, split), examples), {}
+    dataset = part(getattr(task, split), examples)
+    found: dict[str, float] = {}
     for generate in (False, True) if task.kind == "seq2seq" else (False,):  # a writer is scored word by word, and as it writes
         trainer.args.predict_with_generate, trainer.args.generation_max_length = generate, task.max_target_length
         found |= trainer.evaluate(dataset, metric_key_prefix=split)

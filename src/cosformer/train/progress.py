@@ -23,7 +23,7 @@ class Metrics(TrainerCallback):
     def on_train_begin(self, args, state, control, **kwargs):
         if not state.is_world_process_zero:
             return
-        kept = [row for row in read(self.path) if 0 < row["step"] <= state.global_step]
+        kept = [row for row in read(self.path) if row["step"] <= state.global_step] if state.global_step else []
         self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
         self.seconds = kept[-1]["seconds"] if kept else 0.0
         self.begun, self.last = time.perf_counter(), (self.seconds, state.num_input_tokens_seen)

@@ -1,0 +1,99 @@
+"""What a model costs: time and peak memory of a training step against the length, decoding time and cache against the context.
+
+The models are those of the quality tables' size, batch 1, one causal language model per mixer; softmax is Llama's own.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from .. import models, tasks
+from ..bench.measure import in_turns, peak_memory, spread
+from ..bench.models import cache_bytes
+
+SIZE = "tiny"
+VOCABULARY = 256
+Work = Callable[[], None]
+
+
+def build(mixer: str, length: int):
+    """A causal language model over `length` positions. softmax+rope is Llama as transformers has it, with its own cache."""
+    task = tasks.build("copy", length=4, symbols=VOCABULARY, examples=(1, 1, 1))
+    config = models.config_of(task, mixer=mixer, size=SIZE, fields={"max_position_embeddings": length})
+    torch.manual_seed(0)
+    if mixer == "softmax+rope":
+        fields = {key: getattr(config, key) for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+        fields |= {"num_attention_heads": config.num_attention_heads, "max_position_embeddings": length}
+        return LlamaForCausalLM._from_config(LlamaConfig(**fields), attn_implementation="sdpa")
+    return models.CLASSES["causal-lm"](config)
+
+
+def prepare(case: dict[str, Any]) -> Work:
+    """A function that does one training step; what `measure.peak_memory` calls in a fresh process."""
+    length = case["length"]
+    model, ids = build(case["mixer"], length).train(), torch.randint(VOCABULARY, (1, length))
+
+    def step() -> None:
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model.zero_grad()
+
+    return step
+
+
+def training(mixers: list[str], lengths: list[int], *, seconds: float, progress: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Rows of training cost; a mixer that is not causal has none."""
+    rows = []
+    for length in lengths:
+        works = {}
+        for mixer in mixers:
+            try:
+                works[mixer] = prepare({"mixer": mixer, "length": length})
+            except ValueError:
+                continue
+        timed = in_turns(works, seconds=seconds / len(lengths), progress=lambda t: progress(f"cost: training at {length:,}, {t}"))
+        for mixer, samples in timed.items():
+            progress(f"cost: memory at {length:,}, {mixer}")
+            memory = peak_memory(__name__, {"mixer": mixer, "length": length})
+            row = {"kind": "cost", "what": "model", "work": "training", "causal": True, "mixer": mixer, "length": length}
+            rows.append(row | times(samples) | {"memory_mib": memory, "tokens_per_second": length / min(samples)})
+    return rows
+
+
+def decoding(mixers: list[str], contexts: list[int], *, seconds: float, progress: Callable[[str], None]) -> list[dict[str, Any]]:
+    """Rows of decoding cost, one token after a context; for mixers that keep a cache in a model."""
+    rows = []
+    for context in contexts:
+        steps = {}
+        for mixer in mixers:
+            if mixer == "softmax+rope" or mixer in models.VARIANTS:
+                progress(f"cost: reading {context:,} tokens, {mixer}")
+                steps[mixer] = decoder(build(mixer, 2 * context).eval(), context)
+        works = {mixer: step for mixer, (step, _) in steps.items()}
+        timed = in_turns(
+            works, seconds=seconds / len(contexts), progress=lambda t: progress(f"cost: decoding after {context:,}, {t}")
+        )
+        for mixer, samples in timed.items():
+            row = {"kind": "cost", "what": "model", "work": "decoding", "causal": True, "mixer": mixer, "length": context}
+            rows.append(row | times(samples) | {"memory_mib": None, "cache_bytes": steps[mixer][1]})
+    return rows
+
+
+def decoder(model, context: int) -> tuple[Work, int]:
+    """A function that decodes one more token after a context, and the bytes of cache at its start."""
+    ids = torch.randint(VOCABULARY, (1, context))
+    with torch.inference_mode():
+        cache = model(input_ids=ids, logits_to_keep=1, use_cache=True).past_key_values
+    size, token = cache_bytes(cache), ids[:, -1:]
+
+    def step() -> None:
+        with torch.inference_mode():
+            model(input_ids=token, past_key_values=cache, use_cache=True)
+
+    return step, size
+
+
+def times(samples: list[float]) -> dict[str, float]:
+    found = spread(samples)
+    return {"ms": found["ms"], "ms_low": found["low_ms"], "ms_high": found["high_ms"]}

@@ -1,0 +1,192 @@
+"""What is compared: the subjects (a task as every mixer gets it), the mixers, and how many steps fit the time there is."""
+
+import dataclasses
+import time
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from .. import models, tasks
+
+MIXERS = ("softmax", "softmax+rope", "cosformer-paper", "cosformer", "elu")
+# The paper's studies: what softmax does (identity, LeakyReLU, ReLU, softmax), the cosine (with and without), and decay.
+STUDY = ("identity", "leaky_relu", "relu", "cosformer-ladder", "cosformer-no-cosine")
+STEPS = (10, 20, 30, 50, 75, 100, 150, 200, 300, 400, 600, 800, 1000, 1500, 2000, 3000, 4000, 6000, 8000, 10_000)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Subject:
+    """A task with the size, batch and optimiser that every mixer gets."""
+
+    name: str
+    group: str  # of the report: lm, finetune, lra, toy
+    title: str
+    data: str  # in words
+    task: str
+    task_settings: dict[str, Any] = dataclasses.field(default_factory=dict)
+    size: str = "tiny"
+    training: dict[str, Any] = dataclasses.field(default_factory=dict)
+    weight: float = 1.0  # of the time there is
+    most_steps: int = STEPS[-1]
+    eval_examples: int = 64
+    test_examples: int = 256
+    after: str | None = None  # start from the same mixer's model of this subject
+    study: bool = False  # also compare the paper's studies on it
+
+    def build(self) -> tasks.Task:
+        return tasks.build(self.task, **self.task_settings)
+
+
+def fast(rate: float, batch: int, **more: Any) -> dict[str, Any]:
+    return {"learning_rate": rate, "per_device_train_batch_size": batch, "per_device_eval_batch_size": batch, **more}
+
+
+def demo(data: str | None = None, length: int | None = None) -> list[Subject]:
+    """What runs anywhere in minutes: data that every machine has or makes."""
+    whose = data or "the Python standard library's source"
+    corpus = {"data": data} if data else {}
+    return [
+        Subject(
+            name="lm",
+            group="lm",
+            title="Language model on bytes",
+            data=whose,
+            task="lm",
+            task_settings={"length": length or 512, "isolate": False, **corpus},
+            training=fast(2e-3, 8),
+            weight=2.0,
+            eval_examples=32,
+            test_examples=128,
+            study=True,
+        ),
+        Subject(
+            name="listops",
+            group="lra",
+            title="ListOps, short",
+            data="generated: depth 4, up to 4 arguments, 64 tokens",
+            task="listops",
+            task_settings={"length": 64, "depth": 4, "args": 4, "examples": [20_000, 1_000, 1_000]},
+            training=fast(1e-3, 64),
+            eval_examples=512,
+            test_examples=1_000,
+        ),
+        Subject(
+            name="recall",
+            group="toy",
+            title="Associative recall",
+            data="generated: 8 pairs of keys and values in 64 tokens",
+            task="recall",
+            task_settings={"length": 64, "pairs": 8, "vocabulary": 64, "examples": [50_000, 1_000, 1_000]},
+            size="toy",
+            training=fast(3e-3, 64),
+            eval_examples=256,
+            test_examples=1_000,
+            weight=1.5,
+        ),
+    ]
+
+
+def full(root: str) -> list[Subject]:
+    """The real sets, in the folder `root`: wikitext-2, imdb, sst2, cifar10-gray; ListOps is generated as published."""
+    pretraining = {"data": f"{root}/wikitext-2", "length": 512, "isolate": False}
+    return [
+        Subject(
+            name="wikitext2-lm",
+            group="lm",
+            title="WikiText-2 language model, bytes",
+            data="WikiText-2",
+            task="lm",
+            task_settings={"data": f"{root}/wikitext-2", "length": 1024, "isolate": False},
+            training=fast(2e-3, 4),
+            eval_examples=64,
+            test_examples=512,
+            weight=1.5,
+        ),
+        Subject(
+            name="wikitext2-mlm",
+            group="finetune",
+            title="WikiText-2 masked pre-training, bytes",
+            data="WikiText-2",
+            task="mlm",
+            task_settings=pretraining,
+            training=fast(1e-3, 8),
+            eval_examples=64,
+            test_examples=256,
+        ),
+        Subject(
+            name="sst2",
+            group="finetune",
+            title="SST-2, fine-tuned from the masked model",
+            data="SST-2",
+            task="classify",
+            task_settings={"data": f"{root}/sst2", "length": 256},
+            training=fast(5e-4, 32),
+            eval_examples=872,
+            test_examples=1821,
+            after="wikitext2-mlm",
+            weight=0.7,
+        ),
+        Subject(
+            name="imdb",
+            group="lra",
+            title="Text: IMDB as bytes, 4,096",
+            data="IMDB",
+            task="text",
+            task_settings={"data": f"{root}/imdb", "holdout": 0.04},
+            size="toy",
+            training=fast(2e-3, 8),
+            eval_examples=128,
+            test_examples=500,
+            weight=1.5,
+        ),
+        Subject(
+            name="cifar10",
+            group="lra",
+            title="Image: CIFAR-10, grey pixels, 1,024",
+            data="CIFAR-10",
+            task="image",
+            task_settings={"data": f"{root}/cifar10-gray"},
+            training=fast(1e-3, 16),
+            eval_examples=256,
+            test_examples=1_000,
+        ),
+        Subject(
+            name="listops",
+            group="lra",
+            title="ListOps, 2,000",
+            data="generated as published",
+            task="listops",
+            training=fast(1e-3, 8),
+            eval_examples=128,
+            test_examples=1_000,
+        ),
+    ]
+
+
+def seconds_a_step(subject: Subject, task: tasks.Task, mixer: str) -> float:
+    """How long one optimiser step takes here: the faster of two, after one that warms up."""
+    model = models.build(task, mixer=mixer, size=subject.size).train()
+    optimiser = torch.optim.AdamW(model.parameters())
+    batches = iter(DataLoader(task.train, batch_size=subject.training["per_device_train_batch_size"], collate_fn=task.collate))
+    took = []
+    for _ in range(3):
+        batch = next(batches)
+        start = time.perf_counter()
+        model(**batch).loss.backward()
+        optimiser.step()
+        optimiser.zero_grad()
+        took.append(time.perf_counter() - start)
+    return min(took[1:])
+
+
+def steps_that_fit(subject: Subject, seconds: dict[str, float], budget: float) -> int:
+    """The largest round number of steps for which all mixers' runs, with their evaluation, take at most `budget` seconds.
+
+    Round numbers, so that two runs on one machine agree on them although no measurement repeats exactly.
+    """
+    batch = subject.training["per_device_train_batch_size"]
+    scored = 8 * subject.eval_examples + 2 * subject.test_examples
+    fixed = sum(each * scored / batch / 3 for each in seconds.values())  # a forward is about a third of a step
+    room = (budget - fixed) / max(sum(seconds.values()), 1e-9)
+    return max([n for n in STEPS if n <= min(room, subject.most_steps)], default=STEPS[0])

@@ -1,0 +1,95 @@
+"""One cell of the quality tables: a mixer trained on a subject -> a row of results."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+
+from .. import models, train
+from ..train.progress import read
+from .plan import Subject
+
+EVALUATIONS = 8  # while training; more would cost a short run much of its time
+
+
+def run_of(subject: Subject, mixer: str, seed: int, *, steps: int, out: Path) -> train.Run:
+    training = {
+        "max_steps": steps,
+        "eval_steps": max(1, steps // EVALUATIONS),
+        "logging_steps": max(1, steps // 40),
+        "eval_on_start": True,
+        "report_to": [],
+        "seed": seed,
+        **subject.training,
+    }
+    return train.Run(
+        task=subject.task,
+        mixer=mixer,
+        size=subject.size,
+        out=str(out / "cells" / f"{subject.name}-{mixer}-{seed}"),
+        start=str(out / "cells" / f"{subject.after}-{mixer}-{seed}") if subject.after else None,
+        eval_examples=subject.eval_examples,
+        test_examples=subject.test_examples,
+        task_settings=subject.task_settings,
+        training=training,
+    )
+
+
+def cell(subject: Subject, mixer: str, seed: int, *, steps: int, out: Path, watch: TrainerCallback) -> dict[str, Any]:
+    """Train, or go on training, and return the row. What a mixer refuses or cannot train is a row, too, with the reason."""
+    task = subject.build()
+    row: dict[str, Any] = {
+        "kind": "quality",
+        "subject": subject.name,
+        "group": subject.group,
+        "task": subject.task,
+        "title": subject.title,
+        "data": subject.data,
+        "mixer": mixer,
+        "seed": seed,
+        "steps": steps,
+        "length": task.max_length,
+        "batch": subject.training["per_device_train_batch_size"],
+        "size": f"{subject.size} ({models.size_of(subject.size, task)})",
+        "metric": task.metric,
+        "greater_is_better": task.greater_is_better,
+        "settings": {**subject.task_settings, **subject.training},
+        "command": f"cosformer train {subject.task} --mixer {mixer} --size {subject.size} --max_steps {steps} --seed {seed}",
+    }
+    run = run_of(subject, mixer, seed, steps=steps, out=out)
+    try:
+        models.config_of(task, mixer=mixer, size=subject.size)
+        result = train.train(run, resume=True, watch=watch)
+    except train.Stopped as stopped:
+        if "interrupted" in str(stopped):
+            raise
+        return row | {"status": "failed", "reason": str(stopped).split(";")[0]}
+    except ValueError as error:
+        return row | {"status": "refused", "reason": str(error)}
+    for checkpoint in Path(run.out).glob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    curve = [point(line, task.metric) for line in read(Path(run.out) / "metrics.jsonl")]
+    curve = [entry for entry in curve if len(entry) > 3]
+    value = result["test"][task.metric]
+    row |= {"status": "done", "reason": None, "value": value, "metrics": result["test"], "validation": result["validation"]}
+    row |= {"curve": curve, "start": next((c for c in curve if "value" in c), {}), "parameters": result["parameters"]}
+    return row | {"tokens": result["tokens"], "seconds": training_seconds(curve), "tokens_per_second": median_speed(run.out)}
+
+
+def point(line: dict[str, Any], metric: str) -> dict[str, Any]:
+    """A line of metrics as a point of a learning curve."""
+    kept = {key: line[key] for key in ("step", "tokens", "seconds")}
+    for name, key in (("loss", "loss"), ("eval_loss", "eval_loss"), ("value", f"eval_{metric}")):
+        if key in line:
+            kept[name] = round(line[key], 6)
+    return kept
+
+
+def training_seconds(curve: list[dict[str, Any]]) -> float:
+    return round(max((entry["seconds"] for entry in curve), default=0.0), 1)
+
+
+def median_speed(out: str) -> float:
+    speeds = sorted(line["tokens_per_second"] for line in read(Path(out) / "metrics.jsonl") if "tokens_per_second" in line)
+    return speeds[len(speeds) // 2] if speeds else 0.0
