@@ -31,6 +31,12 @@ def run(out, *, subjects=(TOY,), mixers=MIXERS, **options):
     return compare.compare(list(subjects), mixers, out=out, **options)
 
 
+@pytest.fixture
+def only_quality(monkeypatch):
+    """Leave the measurements out: `finished` has them, and they start processes."""
+    monkeypatch.setattr(compare, "measure", lambda *args, **kwargs: None)
+
+
 def quality(rows):
     return {(row["mixer"], row["seed"]): row for row in rows if row["kind"] == "quality"}
 
@@ -80,7 +86,7 @@ def test_a_second_start_repeats_nothing(finished, capsys):
     assert "3 of 3 cells are done already" in capsys.readouterr().out
 
 
-def test_mixers_are_added_to_a_comparison(finished):
+def test_mixers_are_added_to_a_comparison(finished, only_quality):
     out, rows = finished
     again = run(out, mixers=[*MIXERS, "elu"])
     assert [(r["kind"], r.get("mixer")) for r in again if r not in rows and r["kind"] == "quality"] == [("quality", "elu")]
@@ -91,7 +97,7 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("moment", range(6))
-def test_killed_at_any_moment_it_finishes_with_the_same_losses(finished, tmp_path, monkeypatch, moment):
+def test_killed_at_any_moment_it_finishes_with_the_same_losses(finished, only_quality, tmp_path, monkeypatch, moment):
     want = quality(finished[1])
     steps = 0
 
@@ -123,37 +129,21 @@ def test_another_comparison_in_the_same_folder_is_refused(finished):
         run(finished[0], steps=5)
 
 
-def test_seeds_are_different_runs(tmp_path):
+def test_seeds_are_different_runs(tmp_path, only_quality):
     cells = quality(run(tmp_path, mixers=["cosformer"], seeds=2, steps=2))
     assert set(cells) == {("cosformer", 0), ("cosformer", 1)}
     assert cells["cosformer", 0]["curve"][0]["eval_loss"] != cells["cosformer", 1]["curve"][0]["eval_loss"]
 
 
-def test_a_subject_starts_from_the_model_of_another(tmp_path):
-    texts = {"length": 64, "holdout": 0.2}
-    (tmp_path / "texts.csv").write_text(
-        "text,label\n" + "\n".join(f"number {i} is {'odd' if i % 2 else 'even'},{i % 2}" for i in range(60))
-    )
-    (tmp_path / "texts.txt").write_text("\n".join(f"number {i} is {'odd' if i % 2 else 'even'}" for i in range(600)))
-    shared = {
-        "group": "finetune",
-        "data": "ours",
-        "size": "toy",
-        "training": plan.fast(1e-3, 4),
-        "eval_examples": 4,
-        "test_examples": 4,
-    }
-    first = plan.Subject(
-        name="before", title="a", task="mlm", task_settings={"data": str(tmp_path / "texts.txt"), **texts}, **shared
-    )
-    then = plan.Subject(
-        name="after",
-        title="b",
-        task="classify",
-        task_settings={"data": str(tmp_path / "texts.csv"), **texts},
-        after="before",
-        **shared,
-    )
+def test_a_subject_starts_from_the_model_of_another(tmp_path, only_quality):
+    said = [f"number {i} is {'odd' if i % 2 else 'even'}" for i in range(600)]
+    (tmp_path / "texts.csv").write_text("text,label\n" + "\n".join(f"{line},{i % 2}" for i, line in enumerate(said[:60])))
+    (tmp_path / "texts.txt").write_text("\n".join(said))
+    shared = {"title": "", "data": "ours", "group": "finetune", "size": "toy", "training": plan.fast(1e-3, 4)}
+    shared |= {"eval_examples": 4, "test_examples": 4}
+    texts, table = ({"data": str(tmp_path / name), "length": 64, "holdout": 0.2} for name in ("texts.txt", "texts.csv"))
+    first = plan.Subject(name="before", task="mlm", task_settings=texts, **shared)
+    then = plan.Subject(name="after", task="classify", task_settings=table, after="before", **shared)
     rows = run(tmp_path / "out", subjects=[first, then], mixers=["cosformer"], steps=2)
     assert [r["status"] for r in rows if r["kind"] == "quality"] == ["done", "done"]
     assert "--start before-cosformer-0" in next(r["command"] for r in rows if r.get("subject") == "after")
