@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -22,7 +23,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes. With `log` both are logarithmic; `x_ticks` are the lengths measured."""
+    """One pair of axes; with `log` both are logarithmic."""
 
     id: str
     title: str  # of the vertical axis, written above it
@@ -31,6 +32,7 @@ class Panel:
     log: bool = False
     crossings: Points = dataclasses.field(default_factory=list)
     scatter: bool = False
+    ceiling: float | None = None  # where the vertical axis ends, if not above the highest point
 
 
 @dataclass(frozen=True)
@@ -77,16 +79,26 @@ def learning(e: Experiment, number: int) -> Figure | None:
     for x, label in (("tokens", "tokens seen"), ("seconds", "seconds of training")):
         lines = [Line(c.mixer, p, _band(c, loss, x), c.variant) for c in e.cells if len(p := _curve(c, loss, x)) > 1]
         if lines:
-            panels.append(Panel(ident("learning", number, e.task, x), title, label, lines))
+            panels.append(Panel(ident("learning", number, e.task, x), title, label, lines, ceiling=_ceiling(lines)))
     if not panels:
         return None
     best = min(panels[0].lines, key=lambda line: line.points[-1][1])
     caption = f"Lower is better; at the end {name(best.mixer)} is lowest."
     if len(panels) == 2:
         caption = f"What each mixer learns from the same tokens, and in the same time. {caption}"
+    if any(p.ceiling for p in panels):
+        caption += " The first tenth of the training runs out of the frame."
     if e.seeds > 1:
         caption += " Lines are means over seeds, bands their range."
     return Figure(ident("learning", number, e.task), f"Learning: {e.title}", caption, panels)
+
+
+def _ceiling(lines: list[Line]) -> float | None:
+    """The highest loss after a tenth of each training: the fall at the start would flatten all that differs."""
+    later = [y for line in lines for x, y in line.points if x > 0.1 * line.points[-1][0]]
+    low, high = min(later), max(later)
+    top = high + 0.08 * (high - low)
+    return top if top < max(y for line in lines for _, y in line.points) else None
 
 
 def _by_step(cell: Cell, field: str, x: str) -> list[list[tuple[float, float]]]:
@@ -140,7 +152,7 @@ def training_cost(results: Results) -> list[Figure]:
         panels = []
         for quantity, title in (("ms", "time of forward and backward, ms"), ("memory_mib", "peak memory, MiB")):
             lines = [Line(m, p) for m in mixers if len(p := points(rows, m, quantity)) > 1]
-            cross = [c for _, _, c in _pairs(rows, quantity)]
+            cross = [c for _, _, c in _pairs(rows, quantity)] if quantity == "ms" else []
             if lines:
                 panels.append(Panel(ident("cost", number, quantity), title, "length, tokens", lines, log=True, crossings=cross))
         caption = f"Training {what}. {growth_text(rows, mixers)} {crossing_text(rows)}".strip()
@@ -173,7 +185,9 @@ def crossing_text(rows: list[dict]) -> str:
         theirs = dict(points(rows, softmax, "ms"))
         if both := sorted(mine.keys() & theirs.keys()):
             if softmax in crossed:
-                said.append(f"The ring marks where it passes {name(softmax)}, near {digits(crossed[softmax][0])} tokens.")
+                said.append(
+                    f"The ring marks where {name(ours)} and {name(softmax)} cross, near {digits(crossed[softmax][0])} tokens."
+                )
             else:
                 word = "faster" if mine[both[-1]] < theirs[both[-1]] else "slower"
                 said.append(f"{name(ours)} is {word} than {name(softmax)} at every length measured.")
@@ -211,7 +225,7 @@ def trade(results: Results) -> Figure | None:
                 lines.append(Line(c.mixer, [at], [(at[0], at[1] - spread, at[1] + spread)] if spread else [], c.variant))
         if len(lines) > 1:
             better = "higher is better" if e.greater else "lower is better"
-            title = f"{e.title}: {metric_name(e.metric)} ({better})"
+            title = f"{textwrap.shorten(e.title, 48)}\n{metric_name(e.metric)} ({better})"
             panels.append(Panel(ident("trade", number, e.task), title, "tokens per second of training", lines, scatter=True))
     caption = "Each point is a mixer on a task: how fast it trains (to the right is faster) and what it reached."
     return Figure("trade", "Quality against cost", caption, panels) if panels else None

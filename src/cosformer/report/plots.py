@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from .figures import Line, Panel
-from .style import PALETTE, Look, digits
+from .style import PALETTE, Look
 
 INK, GRID = "#1f2328", "#d0d7de"
 COLOURS = {"cosformer": "#0969da", "softmax": "#cf222e", "published": "#9a6700"}
@@ -126,7 +126,7 @@ def _range(array) -> tuple[float, float, float]:
 
 PANEL_STYLE = {
     "font.family": "DejaVu Sans",  # comes with matplotlib, so every machine lays out the same
-    "font.size": 10,
+    "font.size": 9.5,
     "svg.fonttype": "none",
     "svg.hashsalt": "cosformer",
     "axes.unicode_minus": False,
@@ -142,21 +142,24 @@ PANEL_STYLE = {
 def _draw(panel: Panel, looks: Mapping[str, Look], *, legend: bool):
     """A matplotlib figure of the panel; the page has a legend of its own, a file needs one inside."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, MaxNLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 
     mixers = [m for m in looks if any(line.mixer == m for line in panel.lines)]
-    figure = Figure(figsize=(4.7, 3.2 + 0.2 * len(mixers) * legend), layout="constrained")
+    figure = Figure(figsize=(5, 3.3 + 0.2 * len(mixers) * legend), layout="constrained")
     axis = figure.subplots()
     drawn: dict[str, Any] = {}
     for line in sorted(panel.lines, key=lambda line: mixers.index(line.mixer), reverse=True):  # the first mixers on top
         drawn[line.mixer] = _line(axis, panel, line, looks[line.mixer])
     for x, y in panel.crossings:
         axis.plot([x], [y], marker="o", markersize=13, markerfacecolor="none", markeredgecolor=INK, markeredgewidth=1.2, zorder=5)
-    number = FuncFormatter(lambda value, _: digits(value))
     if panel.log:
         axis.set(xscale="log", yscale="log")
         lengths = sorted({x for line in panel.lines for x, _ in line.points})
         axis.set_xticks(lengths[:: -(-len(lengths) // 6)])
+        low, high = axis.get_ylim()
+        if high < 4 * low:  # a flat line must not fill the panel with noise
+            axis.set_ylim(low / 2, 2 * high)
+        axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
         for ticks in (axis.xaxis, axis.yaxis):
             ticks.set_minor_formatter(NullFormatter())
         axis.tick_params(which="minor", length=0)
@@ -165,9 +168,11 @@ def _draw(panel: Panel, looks: Mapping[str, Look], *, legend: bool):
         axis.yaxis.set_major_locator(MaxNLocator(6))
         if panel.scatter:
             axis.margins(0.14)
+        if panel.ceiling:
+            axis.set_ylim(top=panel.ceiling)
     for ticks in (axis.xaxis, axis.yaxis):
-        ticks.set_major_formatter(number if panel.log else FuncFormatter(lambda value, _: _plain(value)))
-    axis.set_title(panel.title, loc="left", fontsize=10, pad=10)
+        ticks.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}" if panel.log else _plain(value)))
+    axis.set_title(panel.title, loc="left", fontsize=9.5, pad=10)
     axis.set_xlabel(panel.x)
     axis.grid(color=GRID, linewidth=0.7)
     axis.set_axisbelow(True)
@@ -202,7 +207,7 @@ def _plain(value: float) -> str:
     for size, letter in ((1e9, " G"), (1e6, " M"), (1e4, " K")):
         if abs(value) >= size:
             return f"{value / (1e3 if letter == ' K' else size):g}{letter}"
-    return f"{value:,g}" if abs(value) < 1 else f"{round(value, 6):,g}"
+    return f"{value:,g}"
 
 
 def inline(panel: Panel, looks: Mapping[str, Look], label: str) -> str:
@@ -234,7 +239,7 @@ def _save(panel: Panel, looks: Mapping[str, Look], kind: str, *, legend: bool) -
         matplotlib.rcParams.update(PANEL_STYLE)
         file = io.BytesIO()
         # The date and the version would make the same results give different files.
-        clean = dict.fromkeys(("Date", "Creator") if kind == "svg" else ("Software",))
+        clean: dict[str, Any] = dict.fromkeys(("Date", "Creator") if kind == "svg" else ("Software",))
         _draw(panel, looks, legend=legend).savefig(file, format=kind, dpi=160, metadata=clean)
     return file.getvalue()
 
