@@ -19,8 +19,8 @@ MIXERS = {
 
 def quality(task="lm", mixer="cosformer", value=7.9, *, group="lm", seed=0, metric="perplexity", greater=False, **more) -> dict:
     row = {
-        "kind": "quality", "group": group, "task": task, "title": task, "mixer": mixer, "seed": seed, "status": "done", "reason": None,
-        "metric": metric, "greater_is_better": greater, "value": value, "metrics": {metric: value}, "start": {"loss": 5.7},
+        "kind": "quality", "group": group, "task": task, "title": task, "mixer": mixer, "seed": seed, "status": "done",
+        "reason": None, "metric": metric, "greater_is_better": greater, "value": value, "metrics": {metric: value}, "start": {"loss": 5.7},
         "curve": [], "steps": 400, "tokens": 1_638_400, "seconds": 95.2, "tokens_per_second": 17_200, "parameters": 1_843_200,
         "length": 1024, "batch": 4, "size": SIZE, "data": "Python standard library source", "settings": {"lr": 1e-3},
         "command": f"cosformer train {task} --mixer {mixer} --seed {seed}",
@@ -55,9 +55,8 @@ def trained(task, title, mixer, seed, *, group, steps, length, data, chance=None
             point |= {"eval_loss": loss, "value": math.exp(loss) if chance is None else None}
         curve.append({k: v for k, v in point.items() if v is not None})
     loss = curve[-1]["eval_loss"]
-    accuracy = (
-        None if chance is None else chance + (0.9 - chance) * math.exp(-1.1 * (factor - 0.93) * 4) + 0.01 * draw.uniform(-1, 1)
-    )
+    noise = draw.uniform(-0.02, 0.02)
+    accuracy = None if chance is None else chance + (0.9 - chance) * math.exp(-4.4 * (factor - 0.93)) + noise
     value = accuracy if metric == "accuracy" else math.exp(loss)
     metrics = (
         {"test_loss": loss, "perplexity": value, "bits_per_byte": loss / math.log(2)}
@@ -66,8 +65,8 @@ def trained(task, title, mixer, seed, *, group, steps, length, data, chance=None
     )
     return quality(
         task, mixer, value, group=group, seed=seed, metric=metric, greater=metric == "accuracy", title=title, metrics=metrics,
-        start={"loss": start}, curve=curve, steps=steps, tokens=steps * tokens, seconds=steps * tokens / rate, tokens_per_second=rate,
-        parameters=1_843_200 + 512 * len(mixer), length=length, data=data, settings={"lr": 1e-3, "warmup": 40},
+        start={"loss": start}, curve=curve, steps=steps, tokens=steps * tokens, seconds=steps * tokens / rate,
+        tokens_per_second=rate, parameters=1_843_200 + 512 * len(mixer), length=length, data=data, settings={"lr": 1e-3, "warmup": 40},
     )  # fmt: skip
 
 

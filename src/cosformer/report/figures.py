@@ -228,4 +228,4 @@ def trade(results: Results) -> Figure | None:
             title = f"{textwrap.shorten(e.title, 48)}\n{metric_name(e.metric)} ({better})"
             panels.append(Panel(ident("trade", number, e.task), title, "tokens per second of training", lines, scatter=True))
     caption = "Each point is a mixer on a task: how fast it trains (to the right is faster) and what it reached."
-    return Figure("trade", "Quality against cost", caption, panels) if panels else None
+    return Figure("trade", "", caption, panels) if panels else None

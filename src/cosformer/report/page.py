@@ -66,9 +66,9 @@ def render(results: Results) -> str:
     if "trade" in drawn:
         sections.append(("trade-off", "Quality against cost", drawn["trade"]))
     if studied := _study(results, drawn):
-        sections.append(("study", "What softmax does, and what each part is worth", studied))
+        sections.append(("study", "Ablation", studied))
     else:
-        absent.append(("What softmax does", paper.STUDY))
+        absent.append(("Ablation", paper.STUDY))
     if results.pictures:
         sections.append(("attention", "Attention matrices", _attention(results)))
     if results.exactness:
@@ -149,13 +149,13 @@ def _summary(results: Results) -> str:
     rows = summary.verdict_rows(results)
     if not rows:
         return f'<div class="lead">{lead}</div>'
-    columns = [Column("metric", words=True), Column("cosFormer", words=True), Column("softmax", words=True)]
-    columns += [Column("difference", words=True), Column("cosFormer is", words=True)]
-    body = [(task, [Entry(text) for text in rest]) for task, *rest in rows]
+    task, *heads = summary.verdict_heads(results)
+    columns = [Column(head, words=True) for head in heads]
+    body = [(name, [Entry(text) for text in rest]) for name, *rest in rows]
     note = (
         "Compared with the better of softmax and softmax + RoPE. Tie: within the spread between seeds; with one seed, below 0.5 %."
     )
-    return f'<div class="lead">{lead}</div>\n' + _table(Table("Task by task.", "task", columns, {"": body}, note), "verdicts")
+    return f'<div class="lead">{lead}</div>\n' + _table(Table("Task by task", task, columns, {"": body}, note), "verdicts")
 
 
 def _tasks(experiments: list[tuple[int, Experiment]], table: PaperTable | None, drawn: dict[str, str]) -> str:
@@ -231,7 +231,9 @@ def _pictures(results: Results) -> list[tuple[str, list[dict]]]:
 
 
 def _picture_title(row: dict) -> str:
-    title = row.get("title") or looks([row["mixer"]])[row["mixer"]].label
+    title = row.get("title")
+    if title in (None, "", row["mixer"]):
+        title = looks([row["mixer"]])[row["mixer"]].label
     where = ", ".join(f"{part} {row[part]:g}" for part in ("layer", "head") if row.get(part) is not None)
     return f"{title} ({where})" if where else title
 
@@ -257,7 +259,7 @@ def _attention(results: Results) -> str:
             f" negative where weights have signs); blank is masked.{words}"
         )
         columns = [Column("largest weight"), Column("mean distance, tokens"), Column("weight within 8 tokens, %")]
-        table = Table(f"{kind}: what the matrices hold.", "mixer", columns, {"": body})
+        table = Table(f"{kind}: what the matrices hold", "mixer", columns, {"": body})
         parts.append(
             f'<figure class="group"><h3>{esc(kind)}</h3>\n<div class="matrices">\n' + "\n".join(images) + "\n</div>\n"
             f"<figcaption>{esc(caption)}</figcaption>\n{_details('The matrices in numbers', _table(table))}</figure>"
@@ -333,10 +335,12 @@ def _settings_table(results: Results) -> Table:
                 )
             )
     columns = [Column("seed"), Column("batch"), Column("loss at the start"), Column("settings", words=True)]
-    return Table("One line a training.", "training", columns, {"": rows})
+    return Table("One line a training", "training", columns, {"": rows})
 
 
 def _fact(value: object) -> str:
+    if isinstance(value, str):
+        return re.sub(r"^(\d{4}-\d\d-\d\d)T([\d:]{5}).*Z$", r"\1 \2", value)
     return ", ".join(map(str, value)) if isinstance(value, list) else f"{value:g}" if isinstance(value, float) else str(value)
 
 
@@ -376,10 +380,11 @@ def _table(table: Table, kind: str = "") -> str:
             lines.append(f'<tr><th scope="row">{esc(name)}</th>{cells}</tr>')
         bodies.append("<tbody>\n" + "\n".join(lines) + "\n</tbody>")
     note = f'\n<p class="note">{rich(table.note)}</p>' if table.note else ""
+    about = f" <small>{rich(table.about)}</small>" if table.about else ""
     return (
         f'<div class="scroll {kind}" role="region" aria-label="{esc(table.caption)}" tabindex="0">'
         f'<p class="hint" aria-hidden="true">scroll sideways for more →</p>\n'
-        f'<table data-table="{id_}">\n<caption>{rich(table.caption)}</caption>\n<thead>\n{head}\n</thead>\n'
+        f'<table data-table="{id_}">\n<caption><span>{rich(table.caption)}{about}</span></caption>\n<thead>\n{head}\n</thead>\n'
         + "\n".join(bodies)
         + f"\n</table>\n</div>{note}"
     )
@@ -422,8 +427,9 @@ def _figure(figure: Figure, shown: dict[str, Look]) -> str:
     legend = "".join(f"<li>{plots.swatch(shown[m], line=not scatter)}{esc(shown[m].label)}</li>" for m in mixers)
     drawn = "\n".join(plots.inline(p, shown, esc(_alt(p, shown))) for p in figure.panels)
     values = "\n".join(_table(_values(p)) for p in figure.panels)
+    heading = f"<h3>{esc(figure.title)}</h3>\n" if figure.title else ""
     return (
-        f'<figure class="group" id="figure-{figure.id}"><h3>{esc(figure.title)}</h3>\n<ul class="legend">{legend}</ul>\n'
+        f'<figure class="group" id="figure-{figure.id}">{heading}<ul class="legend">{legend}</ul>\n'
         f'<div class="panels">\n{drawn}\n</div>\n<figcaption>{rich(figure.caption)}</figcaption>\n'
         f"{_details('The values', values)}</figure>"
     )
@@ -431,11 +437,16 @@ def _figure(figure: Figure, shown: dict[str, Look]) -> str:
 
 def _alt(panel: Panel, shown: dict[str, Look]) -> str:
     ends = "; ".join(
-        f"{shown[line.mixer].short} {digits(line.points[-1][1])}" + ("" if panel.scatter else f" at {digits(line.points[-1][0])}")
+        f"{shown[line.mixer].short} {digits(line.points[-1][1])}" + ("" if panel.scatter else f" at {_place(line.points[-1][0])}")
         for line in panel.lines
     )
     kind = "Points" if panel.scatter else "Lines on logarithmic axes" if panel.log else "Lines"
-    return f"{kind}: {panel.title} against {panel.x}. {'Values' if panel.scatter else 'Ends'}: {ends}."
+    title = panel.title.replace("\n", ", ")
+    return f"{kind}: {title} against {panel.x}. {'Values' if panel.scatter else 'Ends'}: {ends}."
+
+
+def _place(x: float) -> str:
+    return f"{x:,.0f}" if x == round(x) else digits(x)
 
 
 def _values(panel: Panel) -> Table:
@@ -445,14 +456,15 @@ def _values(panel: Panel) -> Table:
         text = looks([line.mixer])[line.mixer].label
         return f"{text}, {line.variant}" if line.variant else text
 
-    caption = f"{panel.title[:1].upper()}{panel.title[1:]} against {panel.x}."
+    title = panel.title.replace("\n", ", ")
+    caption = f"{title[:1].upper()}{title[1:]} against {panel.x}"
     if panel.scatter:
         rows = [(named(line), [Entry(digits(line.points[0][0])), Entry(digits(line.points[0][1]))]) for line in panel.lines]
         return Table(caption, "mixer", [Column(panel.x), Column("value")], {"": rows})
     places = sorted({x for line in panel.lines for x, _ in line.points})
     if all([x for x, _ in line.points] == places for line in panel.lines) or panel.log:
         at = [dict(line.points) for line in panel.lines]
-        rows = [(digits(x), [Entry(digits(p[x])) if x in p else Entry(tables.NOTHING) for p in at]) for x in places]
+        rows = [(_place(x), [Entry(digits(p[x])) if x in p else Entry(tables.NOTHING) for p in at]) for x in places]
         return Table(caption, panel.x, [Column(named(line)) for line in panel.lines], {"": rows})
-    groups = {named(line): [(digits(x), [Entry(digits(y))]) for x, y in line.points] for line in panel.lines}
-    return Table(caption, panel.x, [Column(panel.title)], groups)
+    groups = {named(line): [(_place(x), [Entry(digits(y))]) for x, y in line.points] for line in panel.lines}
+    return Table(caption, panel.x, [Column(title)], groups)

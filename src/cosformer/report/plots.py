@@ -239,7 +239,7 @@ def _save(panel: Panel, looks: Mapping[str, Look], kind: str, *, legend: bool) -
         matplotlib.rcParams.update(PANEL_STYLE)
         file = io.BytesIO()
         # The date and the version would make the same results give different files.
-        clean: dict[str, Any] = dict.fromkeys(("Date", "Creator") if kind == "svg" else ("Software",))
+        clean: dict[str, Any] = dict.fromkeys(("Date", "Creator") if kind == "svg" else ("Software",), None)
         _draw(panel, looks, legend=legend).savefig(file, format=kind, dpi=160, metadata=clean)
     return file.getvalue()
 

@@ -4,6 +4,7 @@ cosFormer (recommended) is compared with softmax: in quality with the better of 
 with softmax + RoPE if it was measured.
 """
 
+import textwrap
 from dataclasses import dataclass
 
 from .results import Cell, Experiment, Results
@@ -26,6 +27,7 @@ class Verdict:
 
 
 def name(mixer: str) -> str:
+    """A mixer in a sentence."""
     return looks([mixer])[mixer].short
 
 
@@ -58,34 +60,35 @@ def _first(experiment: Experiment, mixers: tuple[str, ...]) -> Cell | None:
 
 
 def why_tie(v: Verdict) -> str:
-    return "within the spread between seeds" if v.experiment.seeds > 1 else "one seed cannot tell less than 0.5 % apart"
+    return "within the spread between seeds" if v.experiment.seeds > 1 else "with one seed, 0.5 % is no difference"
 
 
 def quality_sentence(v: Verdict) -> str:
     """One task in words."""
     if v.outcome == "missing" or not (v.ours and v.theirs and v.ours.value and v.theirs.value):
-        return f"On {v.experiment.title} there is no comparison: {v.difference}."
+        return f"{v.experiment.title}: no comparison, {v.difference}."
     metric = v.experiment.metric
     unit = " %" if percent(metric) else ""
     a, b = (score(metric, *cell.value) + unit for cell in (v.ours, v.theirs) if cell.value)
-    verdict = f"a tie ({v.difference}; {why_tie(v)})" if v.outcome == "tie" else f"{v.difference}, which is {v.outcome}"
+    found = f"a tie ({v.difference}; {why_tie(v)})" if v.outcome == "tie" else f"{v.difference}, which is {v.outcome}"
     what = metric_name(metric).removesuffix(", %")
-    return f"On {v.experiment.title} the {what} of {name(v.ours.mixer)} is {a} against {b} of {name(v.theirs.mixer)}: {verdict}."
+    return f"{v.experiment.title}: the {what} of {name(v.ours.mixer)} is {a} against {b} of {name(v.theirs.mixer)}, {found}."
 
 
 def quality_sentences(results: Results) -> list[str]:
-    """One sentence a task for up to two; beyond that a count, after the language model."""
+    """One sentence a task for up to two; beyond that the language model's, and one about all others."""
     compared = [v for v in map(verdict, _compared(results)) if v.outcome != "missing"]
     if len(compared) < 3:
         return [quality_sentence(v) for v in compared]
     first = [v for v in compared if v.experiment.group == "lm"][:1]
+    rest = [v for v in compared if v not in first]
     parts = []
-    for outcome, words in (("better", "better than softmax"), ("tie", "level with it"), ("worse", "worse")):
-        if found := [v.experiment.title for v in compared if v.outcome == outcome and v not in first]:
-            parts.append(f"{words} on {len(found)} ({', '.join(found)})")
-    rest = len(compared) - len(first)
-    other = "other " if first else ""
-    return [quality_sentence(v) for v in first] + [f"Of {rest} {other}tasks it is {listed(parts)}."]
+    for outcome, words in (("better", "better than softmax"), ("tie", "level with softmax"), ("worse", "worse than softmax")):
+        if found := [f"{v.experiment.title}: {v.difference}" for v in rest if v.outcome == outcome]:
+            parts.append(f"{words} on {'all' if len(found) == len(rest) else len(found)} ({'; '.join(found)})")
+    ours = rest[0].ours
+    who = "it" if first or not ours else name(ours.mixer)
+    return [quality_sentence(v) for v in first] + [f"Of {len(rest)} {'other ' if first else ''}tasks {who} is {listed(parts)}."]
 
 
 def _compared(results: Results) -> list[Experiment]:
@@ -160,32 +163,44 @@ def sentences(results: Results) -> list[str]:
     return list(filter(None, [cost_sentence(results), *quality_sentences(results), missing_sentence(results)]))
 
 
-OUTCOMES = {"better": "better", "worse": "worse", "tie": "tie", "missing": "not compared"}
-
-
 def verdict_rows(results: Results) -> list[tuple[str, ...]]:
-    """(task, metric, ours, softmax, difference, outcome) as text, one line a task."""
+    """(task, outcome, difference, ours, softmax's, metric) as text, one line a task; a mixer is named where the heading cannot."""
+    heads = verdict_heads(results)
     lines = []
     for v in map(verdict, _compared(results)):
-        metric = v.experiment.metric
-        cells = [f"{score(metric, *c.value)} ({name(c.mixer)})" if c and c.value else "–" for c in (v.ours, v.theirs)]
-        lines.append((v.experiment.title, metric_name(metric), *cells, v.difference, OUTCOMES[v.outcome]))
+        cells = []
+        for cell, head in ((v.ours, heads[3]), (v.theirs, heads[4])):
+            text = score(v.experiment.metric, *cell.value) if cell and cell.value else "–"
+            cells.append(text if not cell or name(cell.mixer) == head or text == "–" else f"{text} ({name(cell.mixer)})")
+        outcome = "not compared" if v.outcome == "missing" else v.outcome
+        lines.append((v.experiment.title, outcome, v.difference, *cells, metric_name(v.experiment.metric)))
     return lines
+
+
+def verdict_heads(results: Results) -> tuple[str, ...]:
+    """The headings of `verdict_rows`: a mixer's name if it is the same in every line."""
+    verdicts = [verdict(e) for e in _compared(results)]
+    heads = []
+    for cells, several in (([v.ours for v in verdicts], "cosFormer"), ([v.theirs for v in verdicts], "softmax")):
+        found = {name(c.mixer) for c in cells if c and c.value}
+        heads.append(found.pop() if len(found) == 1 else several)
+    return ("task", "cosFormer is", "difference", *heads, "metric")
 
 
 def plain(results: Results) -> str:
     """The sentences and the task-by-task table for a terminal."""
-    import textwrap
-
-    said = [textwrap.fill(s, 100) for s in sentences(results)] or ["There are no results."]
-    rows = verdict_rows(results)
-    if rows:
-        lines = [("task", "metric", "cosFormer", "softmax", "difference", "cosFormer is"), *rows]
+    said = [textwrap.fill(_printable(s), 100) for s in sentences(results)] or ["There are no results."]
+    if rows := verdict_rows(results):
+        lines = [verdict_heads(results), *rows]
         widths = [min(40, max(len(line[i]) for line in lines)) for i in range(6)]
         said.append("\n".join("  ".join(f"{_fit(t, w):<{w}}" for t, w in zip(line, widths)).rstrip() for line in lines))
     return "\n\n".join(said)
 
 
 def _fit(text: str, width: int) -> str:
-    printable = "".join(c if c.isprintable() else "?" for c in text)  # a name must not drive the terminal
-    return printable if len(printable) <= width else printable[: width - 1] + "…"
+    return _printable(text) if len(text) <= width else _printable(text[: width - 1]) + "…"
+
+
+def _printable(text: str) -> str:
+    """A name must not drive the terminal."""
+    return "".join(c if c.isprintable() else "?" for c in text)

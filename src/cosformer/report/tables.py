@@ -35,6 +35,7 @@ class Table:
     columns: list[Column]
     rows: dict[str, list[tuple[str, list[Entry]]]] = field(default_factory=dict)  # by heading of a group of rows, or ""
     note: str = ""
+    about: str = ""  # more of the caption, less important
 
     def winners(self, group: str) -> set[tuple[int, int]]:
         """(row, column) of what is best within a group of rows: all that show the same, of two or more."""
@@ -99,7 +100,7 @@ def _better(e: Experiment) -> str:
 def about(e: Experiment) -> str:
     """What a table compares, in one line."""
     length = f"length {e.length:,}" if e.length else ""
-    return "; ".join(filter(None, [e.data, e.size, length]))
+    return " · ".join(filter(None, [e.data, e.size, length]))
 
 
 def seeds_note(experiments: list[Experiment]) -> str:
@@ -129,9 +130,9 @@ def one_task(e: Experiment, table: PaperTable | None = None, column: str = "") -
             rows[-1][1].append(entries_paper)
     if table:
         unit = "perplexity" if table is paper.LM else "accuracy, %"
-        columns.append(Column(f"{unit} ({column})", PAPER, "least" if table is paper.LM else "most"))
+        columns.append(Column(f"{unit} ({column})", PAPER))
     why = _why(e.cells)
-    return Table(f"{e.title}. {about(e)}".rstrip(". ") + ".", "mixer", columns, {"": rows}, f"{seeds_note([e])} {why}".strip())
+    return Table(e.title, "mixer", columns, {"": rows}, f"{seeds_note([e])} {why}".strip(), about(e))
 
 
 def _direction(metric: str) -> str:
@@ -148,7 +149,7 @@ def several_tasks(experiments: list[Experiment], table: PaperTable, names: dict[
     cells = [c for e in experiments for c in e.cells]
     mixers = list(looks(c.mixer for c in cells))
     columns = [Column(_short(e, names.get(i)), "ours", _better(e)) for i, e in enumerate(experiments)]
-    columns += [Column(names[i], PAPER, "most") for i in sorted(names)]
+    columns += [Column(names[i], PAPER) for i in sorted(names)]
     rows = []
     for mixer in mixers:
         entries = [score_entry(e.cell(mixer), e.metric) for e in experiments]
@@ -157,7 +158,7 @@ def several_tasks(experiments: list[Experiment], table: PaperTable, names: dict[
             entries.append(Entry(NOTHING) if figure is None else Entry(f"{figure:g}", figure))
         rows.append((looks([mixer])[mixer].label, entries))
     note = f"{seeds_note(experiments)} {_why(cells)}".strip()
-    return Table("What each mixer reached.", "mixer", columns, {"": rows}, note)
+    return Table("What each mixer reached", "mixer", columns, {"": rows}, note)
 
 
 def _short(e: Experiment, name: str | None) -> str:
@@ -167,10 +168,11 @@ def _short(e: Experiment, name: str | None) -> str:
 def took(experiments: list[Experiment]) -> Table:
     """What the training took, task by task."""
     rows = {
-        f"{e.title}. {about(e)}".rstrip(". "): [(label(c), effort(c)) for c in in_order(e.cells) if c.done] for e in experiments
+        " · ".join(filter(None, [e.title, about(e)])): [(label(c), effort(c)) for c in in_order(e.cells) if c.done]
+        for e in experiments
     }
     columns = [Column(c.head, "", c.best) for c in _effort_columns()]
-    return Table("What the training took.", "mixer", columns, rows)
+    return Table("What the training took", "mixer", columns, rows)
 
 
 def training_cost(results: Results) -> list[Table]:
@@ -183,7 +185,7 @@ def training_cost(results: Results) -> list[Table]:
         columns = [Column(f"{n:,}", head, "least") for _, head in parts for n in lengths]
         columns.insert(len(lengths), Column("growth", "time, ms", "least"))
         paper_columns = [c for c in paper.SPEED.columns if c.startswith("training")] if "not causal" in what else []
-        columns += [Column(c.removeprefix("training, "), f"steps/s, {PAPER}", "most") for c in paper_columns]
+        columns += [Column(c.removeprefix("training, "), f"steps/s, {PAPER}") for c in paper_columns]
         body = []
         for m in mixers:
             entries = []
@@ -197,7 +199,7 @@ def training_cost(results: Results) -> list[Table]:
                 figure = paper.figure(paper.SPEED, m, c, mixers)
                 entries.append(Entry(NOTHING) if figure is None else Entry(f"{figure:g}", figure))
             body.append((looks([m])[m].label, entries))
-        tables.append(Table(f"Training {what}: forward and backward.", "mixer", columns, {"": body}))
+        tables.append(Table(f"Training {what}: forward and backward", "mixer", columns, {"": body}))
     return tables
 
 
@@ -215,7 +217,7 @@ def decoding_cost(results: Results) -> list[Table]:
                 entries += [Entry(digits(mine[n]), mine[n]) if n in mine else Entry(NOTHING) for n in lengths]
             body.append((looks([m])[m].label, entries))
         tables.append(
-            Table(f"Decoding with {what}: the next token after a context of so many tokens.", "mixer", columns, {"": body})
+            Table(f"Decoding with {what}: the next token after a context of so many tokens", "mixer", columns, {"": body})
         )
     return tables
 
@@ -238,7 +240,7 @@ def study(e: Experiment) -> Table | None:
     mixers = [c.mixer for c in cells]
     loss = next((n for n in ("test_loss", "loss", "loss_per_token") if any(c.over_seeds(n, metric=True) for c in cells)), None)
     columns = [Column(metric_name(e.metric), "ours", _better(e))] + [Column("loss", "ours", "least")] * bool(loss)
-    columns += [Column(c, f"{PAPER} (unconfirmed)", "least" if c == "loss" else "most") for c in paper.STUDY.columns]
+    columns += [Column(c, f"{PAPER} (unconfirmed)") for c in paper.STUDY.columns]
     rows = []
     for c in cells:
         entries = [score_entry(c, e.metric)]
@@ -249,7 +251,7 @@ def study(e: Experiment) -> Table | None:
             figure = paper.figure(paper.STUDY, c.mixer, column, mixers)
             entries.append(Entry(NOTHING) if figure is None else Entry(f"{figure:g}", figure))
         rows.append((label(c), entries))
-    return Table(f"Which similarity: {e.title}.", "similarity", columns, {"": rows}, seeds_note([e]))
+    return Table(f"Which similarity: {e.title}", "similarity", columns, {"": rows}, seeds_note([e]))
 
 
 def ablation(e: Experiment) -> Table | None:
@@ -272,18 +274,26 @@ def ablation(e: Experiment) -> Table | None:
         return None
     columns = [Column("mixers", words=True), Column("without"), Column("with"), Column("change")]
     note = f"By {metric_name(e.metric)}; {'higher' if e.greater else 'lower'} is better. {seeds_note([e])}"
-    return Table(f"What each part is worth: {e.title}.", "part", columns, {"": rows}, note)
+    return Table(f"What each part is worth: {e.title}", "part", columns, {"": rows}, note)
 
 
 def exactness(results: Results) -> Table:
     """The largest difference from the definition, beside what is allowed."""
-    columns = [Column("of", words=True), Column("largest difference"), Column("allowed"), Column("within", words=True)]
+    whats = [w for w in ("output", "gradient") if any(r["what"] == w for r in results.exactness)]
+    whats += sorted({r["what"] for r in results.exactness} - {"output", "gradient"})
+    columns = [Column(head, what) for what in whats for head in ("largest", "allowed")]
+    at = {(f"{r['backend']}, {r['dtype']}", r["mode"], r["what"]): r for r in results.exactness}
     rows: dict[str, list[tuple[str, list[Entry]]]] = {}
-    for r in sorted(results.exactness, key=lambda r: (r["backend"], r["dtype"], r["mode"], r["what"])):
-        within = "yes" if r["difference"] <= r["allowed"] else "no"
-        entries = [Entry(r["what"]), Entry(f"{r['difference']:.1e}"), Entry(f"{r['allowed']:.0e}"), Entry(within)]
-        rows.setdefault(f"{r['backend']}, {r['dtype']}", []).append((r["mode"], entries))
-    return Table("Difference from the definition, computed in float64.", "mode", columns, rows)
+    for group, mode in sorted({key[:2] for key in at}):
+        entries = []
+        for row in (at.get((group, mode, what)) for what in whats):
+            too_large = row and row["difference"] > row["allowed"]
+            entries.append(Entry(f"{row['difference']:.1e}{' (too large)' * bool(too_large)}" if row else NOTHING))
+            entries.append(Entry(f"{row['allowed']:.0e}" if row else NOTHING))
+        rows.setdefault(group, []).append((mode, entries))
+    wrong = sum(r["difference"] > r["allowed"] for r in results.exactness)
+    note = f"{wrong} of {len(at)} are larger than allowed." if wrong else f"All {len(at)} are within what is allowed."
+    return Table("Difference from the definition, computed in float64", "mode", columns, rows, note)
 
 
 def paper_table(table: PaperTable) -> Table:
@@ -291,8 +301,8 @@ def paper_table(table: PaperTable) -> Table:
     columns = [Column(c, best="least" if table is paper.LM or c == "loss" else "most") for c in table.columns]
     rows = [(n, [Entry(NOTHING) if v is None else Entry(f"{v:g}", v) for v in values]) for n, values in table.rows.items()]
     unconfirmed = "Unconfirmed: these figures could not be checked against the paper." if table.number in paper.UNCONFIRMED else ""
-    caption = f"The paper's table {table.number}: {table.title}. {table.setting[:1].upper()}{table.setting[1:]}."
-    return Table(caption, "model", columns, {"": rows}, " ".join(filter(None, [table.note, unconfirmed])))
+    caption = f"The paper's table {table.number}: {table.title}"
+    return Table(caption, "model", columns, {"": rows}, " ".join(filter(None, [table.note, unconfirmed])), table.setting)
 
 
 def not_measured(found: list[str], table: PaperTable) -> str:
