@@ -20,8 +20,9 @@ MIXERS = {
 def quality(task="lm", mixer="cosformer", value=7.9, *, group="lm", seed=0, metric="perplexity", greater=False, **more) -> dict:
     row = {
         "kind": "quality", "group": group, "task": task, "title": task, "mixer": mixer, "seed": seed, "status": "done",
-        "reason": None, "metric": metric, "greater_is_better": greater, "value": value, "metrics": {metric: value}, "start": {"loss": 5.7},
-        "curve": [], "steps": 400, "tokens": 1_638_400, "seconds": 95.2, "tokens_per_second": 17_200, "parameters": 1_843_200,
+        "reason": None, "metric": metric, "greater_is_better": greater, "value": value, "metrics": {metric: value},
+        "start": {"loss": 5.7}, "curve": [],
+        "steps": 400, "tokens": 1_638_400, "seconds": 95.2, "tokens_per_second": 17_200, "parameters": 1_843_200,
         "length": 1024, "batch": 4, "size": SIZE, "data": "Python standard library source", "settings": {"lr": 1e-3},
         "command": f"cosformer train {task} --mixer {mixer} --seed {seed}",
     }  # fmt: skip
@@ -66,7 +67,8 @@ def trained(task, title, mixer, seed, *, group, steps, length, data, chance=None
     return quality(
         task, mixer, value, group=group, seed=seed, metric=metric, greater=metric == "accuracy", title=title, metrics=metrics,
         start={"loss": start}, curve=curve, steps=steps, tokens=steps * tokens, seconds=steps * tokens / rate,
-        tokens_per_second=rate, parameters=1_843_200 + 512 * len(mixer), length=length, data=data, settings={"lr": 1e-3, "warmup": 40},
+        tokens_per_second=rate, parameters=1_843_200 + 512 * len(mixer), length=length, data=data,
+        settings={"lr": 1e-3, "warmup": 40},
     )  # fmt: skip
 
 

@@ -71,26 +71,31 @@ def ident(*words: object) -> str:
     return "-".join("".join(c if c.isascii() and c.isalnum() else " " for c in text).split()).lower() or "x"
 
 
-def learning(e: Experiment, number: int) -> Figure | None:
-    """Loss against tokens and against seconds, the mean over seeds."""
-    held = all(len(_curve(c, "eval_loss", "tokens")) > 1 for c in e.cells if c.done)
-    loss, title = ("eval_loss", "held-out loss") if held else ("loss", "training loss")
-    panels = []
-    for x, label in (("tokens", "tokens seen"), ("seconds", "seconds of training")):
-        lines = [Line(c.mixer, p, _band(c, loss, x), c.variant) for c in e.cells if len(p := _curve(c, loss, x)) > 1]
-        if lines:
-            panels.append(Panel(ident("learning", number, e.task, x), title, label, lines, ceiling=_ceiling(lines)))
+def learning(experiments: list[Experiment], id_: str) -> Figure | None:
+    """Loss against tokens and against seconds, the mean over seeds; two panels a task."""
+    panels, lowest = [], []
+    for number, e in enumerate(experiments):
+        held = all(len(_curve(c, "eval_loss", "tokens")) > 1 for c in e.cells if c.done)
+        loss, title = ("eval_loss", "held-out loss") if held else ("loss", "training loss")
+        if len(experiments) > 1:
+            title = f"{textwrap.shorten(e.title, 48)}\n{title}"
+        drawn = []
+        for x, label in (("tokens", "tokens seen"), ("seconds", "seconds of training")):
+            lines = [Line(c.mixer, p, _band(c, loss, x), c.variant) for c in e.cells if len(p := _curve(c, loss, x)) > 1]
+            if lines:
+                drawn.append(Panel(ident("learning", id_, number, e.task, x), title, label, lines, ceiling=_ceiling(lines)))
+        if drawn:
+            best = name(min(drawn[0].lines, key=lambda line: line.points[-1][1]).mixer)
+            lowest.append(f"{best} on {e.title}" if len(experiments) > 1 else best)
+        panels += drawn
     if not panels:
         return None
-    best = min(panels[0].lines, key=lambda line: line.points[-1][1])
-    caption = f"Lower is better; at the end {name(best.mixer)} is lowest."
-    if len(panels) == 2:
-        caption = f"What each mixer learns from the same tokens, and in the same time. {caption}"
+    caption = f"What each mixer learns from the same tokens, and in the same time. Lowest at the end: {'; '.join(lowest)}."
     if any(p.ceiling for p in panels):
         caption += " The first tenth of the training runs out of the frame."
-    if e.seeds > 1:
+    if any(e.seeds > 1 for e in experiments):
         caption += " Lines are means over seeds, bands their range."
-    return Figure(ident("learning", number, e.task), f"Learning: {e.title}", caption, panels)
+    return Figure(ident("learning", id_), "Learning", caption, panels)
 
 
 def _ceiling(lines: list[Line]) -> float | None:

@@ -40,7 +40,8 @@ def write(results: Results, path: Path, plots_folder: Path | None = None) -> Non
 
 
 def all_figures(results: Results) -> list[Figure]:
-    learning = [figures.learning(e, i) for i, e in enumerate(results.experiments)]
+    groups = dict.fromkeys(e.group for e in results.experiments)
+    learning = [figures.learning(results.group(g), g) for g in groups]
     found = [*learning, *figures.training_cost(results), *figures.decoding_cost(results), figures.trade(results)]
     return [f for f in found if f]
 
@@ -51,14 +52,12 @@ def render(results: Results) -> str:
     sections = [("summary", "Summary", _summary(results))]
     absent = []
     for group, heading, table in GROUPS:
-        mine = [(i, e) for i, e in enumerate(results.experiments) if e.group == group]
-        if mine:
+        if mine := results.group(group):
             sections.append((group, heading, _tasks(mine, table, drawn)))
         elif table:
             absent.append((heading, table))
-    other = [(i, e) for i, e in enumerate(results.experiments) if e.group not in [g for g, *_ in GROUPS] + ["study"]]
-    if other:
-        sections.append(("other", "Other tasks", _tasks(other, None, drawn)))
+    for group in dict.fromkeys(e.group for e in results.experiments if e.group not in {"study", *(g for g, *_ in GROUPS)}):
+        sections.append((figures.ident("group", group), group, _tasks(results.group(group), None, drawn)))
     if results.cost:
         sections.append(("cost", "Speed and memory", _cost(results, drawn)))
     else:
@@ -158,9 +157,8 @@ def _summary(results: Results) -> str:
     return f'<div class="lead">{lead}</div>\n' + _table(Table("Task by task", task, columns, {"": body}, note), "verdicts")
 
 
-def _tasks(experiments: list[tuple[int, Experiment]], table: PaperTable | None, drawn: dict[str, str]) -> str:
+def _tasks(mine: list[Experiment], table: PaperTable | None, drawn: dict[str, str]) -> str:
     """A table for one task, or one of all tasks and one of what the training took; then the learning curves."""
-    mine = [e for _, e in experiments]
     names = _paper_names(mine, table)
     parts = []
     if len(mine) == 1 or table in (None, paper.LM):
@@ -171,8 +169,7 @@ def _tasks(experiments: list[tuple[int, Experiment]], table: PaperTable | None, 
         absent = tables.not_measured(list(names.values()), table) if table is not paper.LM else ""
         parts.append(f'<p class="note">{esc(f"{SCALE} {absent}".strip())}</p>')
         parts.append(_details(f"The paper's table {table.number} in full", _table(tables.paper_table(table))))
-    for i, e in experiments:
-        parts.append(drawn.get(figures.ident("learning", i, e.task), ""))
+    parts.append(drawn.get(figures.ident("learning", mine[0].group), ""))
     return "\n".join(filter(None, parts))
 
 
@@ -192,7 +189,7 @@ def _paper_names(experiments: list[Experiment], table: PaperTable | None) -> dic
 
 
 def _cost(results: Results, drawn: dict[str, str]) -> str:
-    parts = [_table(t) for t in tables.training_cost(results)]
+    parts = [_table(t) for t in [*tables.training_cost(results), *tables.speedups(results)]]
     parts += [drawn.get(f.id, "") for f in figures.training_cost(results)]
     parts += [_table(t) for t in tables.decoding_cost(results)]
     parts += [drawn.get(f.id, "") for f in figures.decoding_cost(results)]
@@ -202,12 +199,11 @@ def _cost(results: Results, drawn: dict[str, str]) -> str:
 
 def _study(results: Results, drawn: dict[str, str]) -> str:
     parts = []
-    for i, e in enumerate(results.experiments):
-        if e.group in ("study", "lm"):
-            found = [t for t in (tables.study(e), tables.ablation(e)) if t]
-            if e.group == "study" and e.rows:
-                found.insert(0, tables.one_task(e))
-            parts += [_table(t) for t in found] + [drawn.get(figures.ident("learning", i, e.task), "")] * (e.group == "study")
+    for e in results.group("study") + results.group("lm"):
+        found = [tables.one_task(e) if e.group == "study" else None, tables.study(e), tables.ablation(e)]
+        parts += [_table(t) for t in found if t]
+    parts.append(drawn.get("learning-study", ""))
+    parts = [p for p in parts if p]
     if parts:
         both = _table(tables.paper_table(paper.STUDY)) + _table(tables.paper_table(paper.ABLATION))
         parts += [f'<p class="note">{esc(SCALE)}</p>', _details("The paper's tables 1 and 6 (unconfirmed)", both)]

@@ -132,6 +132,11 @@ NAMES = {
 COLUMNS = {"listops": "ListOps", "text": "Text", "retrieval": "Retrieval", "image": "Image", "pathfinder": "Pathfinder"}
 
 
+def shown(table: PaperTable, column: str, value: float) -> str:
+    """A figure with the digits the paper gives it."""
+    return f"{value:.{1 if table is LM else 3 if column == 'loss' else 2}f}"
+
+
 def figure(table: PaperTable, mixer: str, column: str, mixers: list[str]) -> float | None:
     """The paper's figure for one of our mixers, or None."""
     name = NAMES.get(mixer) or ("Transformer" if mixer == "softmax+rope" and "softmax" not in mixers else "")

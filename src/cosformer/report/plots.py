@@ -254,7 +254,8 @@ def matrix_uri(matrix: list[list[float | None]]) -> str:
     signed = low < -high / 20
     colours = matplotlib.colormaps["RdBu_r" if signed else "magma"].with_extremes(bad=(0, 0, 0, 0))
     file = io.BytesIO()
-    imsave(file, values, vmin=-high if signed else 0, vmax=high, cmap=colours, format="png", metadata={"Software": None})
+    clean: dict[str, Any] = {"Software": None}
+    imsave(file, values, vmin=-high if signed else 0, vmax=high, cmap=colours, format="png", metadata=clean)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
 
 

@@ -121,6 +121,9 @@ class Results:
     def mixers(self) -> list[str]:
         return list(dict.fromkeys(r["mixer"] for r in [*self.quality, *self.cost, *self.pictures]))
 
+    def group(self, name: str) -> list[Experiment]:
+        return [e for e in self.experiments if e.group == name]
+
     @cached_property
     def experiments(self) -> list[Experiment]:
         keys: dict[tuple, list[dict]] = {}

@@ -88,7 +88,12 @@ def quality_sentences(results: Results) -> list[str]:
             parts.append(f"{words} on {'all' if len(found) == len(rest) else len(found)} ({'; '.join(found)})")
     ours = rest[0].ours
     who = "it" if first or not ours else name(ours.mixer)
-    return [quality_sentence(v) for v in first] + [f"Of {len(rest)} {'other ' if first else ''}tasks {who} is {listed(parts)}."]
+    tasks = f"{len(rest)} {'other ' if first else ''}tasks"
+    if len(parts) == 1:
+        said = f"On all {tasks} {who} is {parts[0].replace(' on all', '', 1)}."
+    else:
+        said = f"Of {tasks} {who} is {listed(parts)}."
+    return [*map(quality_sentence, first), said]
 
 
 def _compared(results: Results) -> list[Experiment]:
@@ -131,8 +136,9 @@ def cost_sentence(results: Results) -> str:
     if both := set(ours) & set(theirs):
         longest = max(both)
         subject = "it" if who == us else name(us)
-        against = "" if softmax == them else f" {name(them)}"
-        text = f"{subject} {speed(ours[longest], theirs[longest], 'decodes')}{against or ' it'} after {longest:,} tokens"
+        than = speed(ours[longest], theirs[longest], "decodes")
+        than = than.removesuffix(" than").removesuffix(" as") if softmax == them else f"{than} {name(them)}"
+        text = f"{subject} {than} after {longest:,} tokens"
         parts.append(text + _cache(ours, theirs, longest))
     text = ", and ".join(parts)
     return text[:1].upper() + text[1:] + "." if text else ""

@@ -7,7 +7,7 @@ from . import paper
 from .figures import cost_groups, fit, points
 from .paper import PaperTable
 from .results import Cell, Experiment, Results
-from .style import count, digits, listed, looks, metric_name, percent, score
+from .style import count, digits, listed, looks, metric_name, percent, score, times
 
 PAPER = "paper, at the paper's scale"
 NOTHING = "–"
@@ -70,6 +70,11 @@ def score_entry(cell: Cell | None, metric: str) -> Entry:
     return Entry(score(metric, *cell.value), cell.value[0])
 
 
+def paper_entry(table: PaperTable, mixer: str, column: str, mixers: list[str]) -> Entry:
+    figure = paper.figure(table, mixer, column, mixers)
+    return Entry(NOTHING) if figure is None else Entry(paper.shown(table, column, figure))
+
+
 # What the training took: (heading, field, how it is written).
 EFFORT: list[tuple[str, str, Callable[[float], str]]] = [
     ("parameters", "parameters", count),
@@ -100,7 +105,8 @@ def _better(e: Experiment) -> str:
 def about(e: Experiment) -> str:
     """What a table compares, in one line."""
     length = f"length {e.length:,}" if e.length else ""
-    return " · ".join(filter(None, [e.data, e.size, length]))
+    data = e.data if e.data != e.title else ""
+    return " · ".join(filter(None, [data, e.size, length]))
 
 
 def seeds_note(experiments: list[Experiment]) -> str:
@@ -125,9 +131,7 @@ def one_task(e: Experiment, table: PaperTable | None = None, column: str = "") -
             entries.append(Entry(score(n, *found), found[0]) if found else Entry(NOTHING))
         rows.append((label(cell), entries + effort(cell)))
         if table:
-            figure = paper.figure(table, cell.mixer, column, mixers)
-            entries_paper = Entry(NOTHING) if figure is None else Entry(f"{figure:g}", figure)
-            rows[-1][1].append(entries_paper)
+            rows[-1][1].append(paper_entry(table, cell.mixer, column, mixers))
     if table:
         unit = "perplexity" if table is paper.LM else "accuracy, %"
         columns.append(Column(f"{unit} ({column})", PAPER))
@@ -154,8 +158,7 @@ def several_tasks(experiments: list[Experiment], table: PaperTable, names: dict[
     for mixer in mixers:
         entries = [score_entry(e.cell(mixer), e.metric) for e in experiments]
         for i in sorted(names):
-            figure = paper.figure(table, mixer, names[i], mixers)
-            entries.append(Entry(NOTHING) if figure is None else Entry(f"{figure:g}", figure))
+            entries.append(paper_entry(table, mixer, names[i], mixers))
         rows.append((looks([mixer])[mixer].label, entries))
     note = f"{seeds_note(experiments)} {_why(cells)}".strip()
     return Table("What each mixer reached", "mixer", columns, {"": rows}, note)
@@ -184,8 +187,6 @@ def training_cost(results: Results) -> list[Table]:
         parts = [("ms", "time, ms")] + [("memory_mib", "peak memory, MiB")] * any(r.get("memory_mib") for r in rows)
         columns = [Column(f"{n:,}", head, "least") for _, head in parts for n in lengths]
         columns.insert(len(lengths), Column("growth", "time, ms", "least"))
-        paper_columns = [c for c in paper.SPEED.columns if c.startswith("training")] if "not causal" in what else []
-        columns += [Column(c.removeprefix("training, "), f"steps/s, {PAPER}") for c in paper_columns]
         body = []
         for m in mixers:
             entries = []
@@ -195,12 +196,37 @@ def training_cost(results: Results) -> list[Table]:
                 if name == "ms":
                     slope = fit(points(rows, m, name))
                     entries.append(Entry(f"n^{slope:.2f}", slope) if slope is not None else Entry(NOTHING))
-            for c in paper_columns:
-                figure = paper.figure(paper.SPEED, m, c, mixers)
-                entries.append(Entry(NOTHING) if figure is None else Entry(f"{figure:g}", figure))
             body.append((looks([m])[m].label, entries))
         tables.append(Table(f"Training {what}: forward and backward", "mixer", columns, {"": body}))
     return tables
+
+
+def speedups(results: Results) -> list[Table]:
+    """Speed as a multiple of softmax's, which can stand beside the paper's."""
+    made = []
+    for what, rows in cost_groups(results, "training"):
+        mixers = list(looks(r["mixer"] for r in rows))
+        base = next((m for m in ("softmax", "softmax+rope") if m in mixers), None)
+        if base is None or len(mixers) < 2:
+            continue
+        softmax = dict(points(rows, base, "ms"))
+        theirs = [
+            c for c in paper.SPEED.columns if c.startswith("training") and paper.figure(paper.SPEED, "softmax", c, ["softmax"])
+        ]
+        columns = [Column(f"{n:,}", "ours, by length", "most") for n in softmax]
+        columns += [Column(c.removeprefix("training, "), PAPER) for c in theirs]
+        body = []
+        for m in mixers:
+            mine = dict(points(rows, m, "ms"))
+            entries = [Entry(times(softmax[n] / mine[n]), softmax[n] / mine[n]) if n in mine else Entry(NOTHING) for n in softmax]
+            for c in theirs:
+                one, other = (paper.figure(paper.SPEED, x, c, mixers) for x in (m, base))
+                entries.append(Entry(times(one / other), one / other) if one and other else Entry(NOTHING))
+            body.append((looks([m])[m].label, entries))
+        note = "The paper's: byte classification, not causal, one A6000; its Transformer ran out of memory beyond 2K."
+        name = looks([base])[base].short
+        made.append(Table(f"Training speed as a multiple of {name}'s", "mixer", columns, {"": body}, note, what))
+    return made
 
 
 def decoding_cost(results: Results) -> list[Table]:
@@ -248,8 +274,7 @@ def study(e: Experiment) -> Table | None:
             found = c.over_seeds(loss, metric=True)
             entries.append(Entry(score(loss, *found), found[0]) if found else Entry(NOTHING))
         for column in paper.STUDY.columns:
-            figure = paper.figure(paper.STUDY, c.mixer, column, mixers)
-            entries.append(Entry(NOTHING) if figure is None else Entry(f"{figure:g}", figure))
+            entries.append(paper_entry(paper.STUDY, c.mixer, column, mixers))
         rows.append((label(c), entries))
     return Table(f"Which similarity: {e.title}", "similarity", columns, {"": rows}, seeds_note([e]))
 
@@ -299,7 +324,10 @@ def exactness(results: Results) -> Table:
 def paper_table(table: PaperTable) -> Table:
     """A table of the paper in full."""
     columns = [Column(c, best="least" if table is paper.LM or c == "loss" else "most") for c in table.columns]
-    rows = [(n, [Entry(NOTHING) if v is None else Entry(f"{v:g}", v) for v in values]) for n, values in table.rows.items()]
+    rows = []
+    for name, values in table.rows.items():
+        cells = zip(table.columns, values)
+        rows.append((name, [Entry(NOTHING) if v is None else Entry(paper.shown(table, c, v), v) for c, v in cells]))
     unconfirmed = "Unconfirmed: these figures could not be checked against the paper." if table.number in paper.UNCONFIRMED else ""
     caption = f"The paper's table {table.number}: {table.title}"
     return Table(caption, "model", columns, {"": rows}, " ".join(filter(None, [table.note, unconfirmed])), table.setting)
