@@ -112,9 +112,7 @@ def render(results: Results) -> str:
 
 
 def esc(text: object) -> str:
-    """Text for HTML: escaped, and without what no HTML file may hold."""
-    plain = str(text).encode("utf-8", "replace").decode()
-    return html.escape("".join(c for c in plain if c.isprintable() or c == "\n"))
+    return html.escape(str(text))
 
 
 def rich(text: str) -> str:

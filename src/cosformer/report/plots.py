@@ -4,6 +4,7 @@ import base64
 import io
 import itertools
 import re
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -130,6 +131,7 @@ PANEL_STYLE = {
     "svg.fonttype": "none",
     "svg.hashsalt": "cosformer",
     "axes.unicode_minus": False,
+    "text.parse_math": False,  # a $ in a name is a $
     "text.color": INK,
     "axes.labelcolor": INK,
     "xtick.color": INK,
@@ -151,7 +153,7 @@ def _draw(panel: Panel, looks: Mapping[str, Look], *, legend: bool):
     for line in sorted(panel.lines, key=lambda line: mixers.index(line.mixer), reverse=True):  # the first mixers on top
         drawn[line.mixer] = _line(axis, panel, line, looks[line.mixer])
     for x, y in panel.crossings:
-        axis.plot([x], [y], marker="o", markersize=13, markerfacecolor="none", markeredgecolor=INK, markeredgewidth=1.2, zorder=5)
+        axis.plot([x], [y], color=INK, marker="o", markersize=13, markerfacecolor="none", markeredgewidth=1.2, zorder=5)
     if panel.log:
         axis.set(xscale="log", yscale="log")
         lengths = sorted({x for line in panel.lines for x, _ in line.points})
@@ -240,7 +242,9 @@ def _save(panel: Panel, looks: Mapping[str, Look], kind: str, *, legend: bool) -
         file = io.BytesIO()
         # The date and the version would make the same results give different files.
         clean: dict[str, Any] = dict.fromkeys(("Date", "Creator") if kind == "svg" else ("Software",), None)
-        _draw(panel, looks, legend=legend).savefig(file, format=kind, dpi=160, metadata=clean)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a name in a script DejaVu lacks; the page has it
+            _draw(panel, looks, legend=legend).savefig(file, format=kind, dpi=160, metadata=clean)
     return file.getvalue()
 
 

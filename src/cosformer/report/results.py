@@ -182,7 +182,7 @@ def _gather(lines: Iterable[tuple[str, Any]]) -> Results:
     kept: dict[tuple, dict] = {}
     for number, (where, line) in enumerate(lines):
         try:
-            row = json.loads(line, parse_constant=_refuse) if isinstance(line, str) else line
+            row = _clean(json.loads(line, parse_constant=_refuse) if isinstance(line, str) else line)
             kind = _check(row)
         except (ValueError, RecursionError) as wrong:
             what = (
@@ -197,6 +197,15 @@ def _gather(lines: Iterable[tuple[str, Any]]) -> Results:
     for (kind, _), row in kept.items():
         {"run": results.runs, "picture": results.pictures}.get(kind, getattr(results, kind, [])).append(row)
     return results
+
+
+def _clean(value: Any) -> Any:
+    """The same with a space for what neither a page nor a terminal may be sent: control characters, half characters."""
+    if isinstance(value, str):
+        return "".join(c if c.isprintable() else " " for c in value)
+    if isinstance(value, dict):
+        return {_clean(k): _clean(v) for k, v in value.items()}
+    return [_clean(v) for v in value] if isinstance(value, list) else value
 
 
 def _refuse(constant: str) -> float:

@@ -195,7 +195,7 @@ def verdict_heads(results: Results) -> tuple[str, ...]:
 
 def plain(results: Results) -> str:
     """The sentences and the task-by-task table for a terminal."""
-    said = [textwrap.fill(_printable(s), 100) for s in sentences(results)] or ["There are no results."]
+    said = [textwrap.fill(s, 100) for s in sentences(results)] or ["There are no results."]
     if rows := verdict_rows(results):
         lines = [verdict_heads(results), *rows]
         widths = [min(40, max(len(line[i]) for line in lines)) for i in range(6)]
@@ -204,9 +204,4 @@ def plain(results: Results) -> str:
 
 
 def _fit(text: str, width: int) -> str:
-    return _printable(text) if len(text) <= width else _printable(text[: width - 1]) + "…"
-
-
-def _printable(text: str) -> str:
-    """A name must not drive the terminal."""
-    return "".join(c if c.isprintable() else "?" for c in text)
+    return text if len(text) <= width else text[: width - 1] + "…"
