@@ -144,11 +144,14 @@ PANEL_STYLE = {
 def _draw(panel: Panel, looks: Mapping[str, Look], *, legend: bool):
     """A matplotlib figure of the panel; the page has a legend of its own, a file needs one inside."""
     from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator
 
     mixers = [m for m in looks if any(line.mixer == m for line in panel.lines)]
-    figure = Figure(figsize=(5, 3.3 + 0.2 * len(mixers) * legend), layout="constrained")
-    axis = figure.subplots()
+    room = 0.25 + 0.19 * len(mixers) if legend else 0.0
+    height = 3.3 + room
+    figure = Figure(figsize=(5, height))
+    # Fixed margins: the axes of panels side by side are in line.
+    axis = figure.add_axes((0.11, (0.5 + room) / height, 0.86, 2.3 / height))
     drawn: dict[str, Any] = {}
     for line in sorted(panel.lines, key=lambda line: mixers.index(line.mixer), reverse=True):  # the first mixers on top
         drawn[line.mixer] = _line(axis, panel, line, looks[line.mixer])
@@ -162,9 +165,7 @@ def _draw(panel: Panel, looks: Mapping[str, Look], *, legend: bool):
         if high < 4 * low:  # a flat line must not fill the panel with noise
             axis.set_ylim(low / 2, 2 * high)
         axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 200 * low else (1,)))
-        for ticks in (axis.xaxis, axis.yaxis):
-            ticks.set_minor_formatter(NullFormatter())
-        axis.tick_params(which="minor", length=0)
+        axis.minorticks_off()
     else:
         axis.xaxis.set_major_locator(MaxNLocator(5))
         axis.yaxis.set_major_locator(MaxNLocator(6))
@@ -185,9 +186,7 @@ def _draw(panel: Panel, looks: Mapping[str, Look], *, legend: bool):
     if legend:
         figure.patch.set(visible=True, facecolor="white")
         handles = [drawn[m] for m in mixers]
-        figure.legend(
-            handles, [looks[m].label for m in mixers], loc="outside lower center", frameon=False, fontsize=9, handlelength=3.5
-        )
+        figure.legend(handles, [looks[m].label for m in mixers], loc="lower center", frameon=False, fontsize=9, handlelength=3.5)
     return figure
 
 
