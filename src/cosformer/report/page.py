@@ -376,7 +376,7 @@ def _table(table: Table, kind: str = "") -> str:
     note = f'\n<p class="note">{rich(table.note)}</p>' if table.note else ""
     about = f" <small>{rich(table.about)}</small>" if table.about else ""
     return (
-        f'<div class="scroll {kind}" role="region" aria-label="{esc(table.caption)}" tabindex="0">'
+        f'<div class="scroll {kind}" role="group" aria-label="{esc(table.caption)}" tabindex="0">'
         f'<p class="hint" aria-hidden="true">scroll sideways for more →</p>\n'
         f'<table data-table="{id_}">\n<caption><span>{rich(table.caption)}{about}</span></caption>\n<thead>\n{head}\n</thead>\n'
         + "\n".join(bodies)

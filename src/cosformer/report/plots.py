@@ -148,7 +148,7 @@ def _draw(panel: Panel, looks: Mapping[str, Look], *, legend: bool):
 
     mixers = [m for m in looks if any(line.mixer == m for line in panel.lines)]
     room = 0.25 + 0.19 * len(mixers) if legend else 0.0
-    height = 3.3 + room
+    height = 3.05 + room + 0.16 * panel.title.count("\n")
     figure = Figure(figsize=(5, height))
     # Fixed margins: the axes of panels side by side are in line.
     axis = figure.add_axes((0.11, (0.5 + room) / height, 0.86, 2.3 / height))
