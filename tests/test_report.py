@@ -71,7 +71,9 @@ def test_no_field_of_any_type_breaks_the_page(tmp_path):
     kinds = {row["kind"]: row for row in demo()} | {"quality": quality()}  # without curves, which take long to draw
     rows = [{**row, name: value} for row in kinds.values() for name in row for value in odd]
     points = [{"step": 1, "tokens": 1, "seconds": 1, "loss": 1}, {"step": 2, "tokens": 2, "seconds": 2, "loss": 0.5}]
-    rows += [quality(mixer=f"m{i}", curve=[*points, {"step": 3, "tokens": v}, {"loss": v}]) for i, v in enumerate(odd)]
+    rows += [quality(mixer=f"m{i}", curve=[*points, {**points[0], "step": v}, {"loss": v}]) for i, v in enumerate(odd)]
+    rows += [quality(mixer="still", curve=[{**p, "tokens": 0, "seconds": 0} for p in points]), refused(task="nobody")]
+    rows += [cost("once", 64, what=None), cost("once", 64, what="operator")]
     report.write_page(rows, tmp_path / "report.html")
     report.terminal_summary(rows).encode()
     text = (tmp_path / "report.html").read_text(encoding="utf-8")

@@ -46,7 +46,7 @@ class Figure:
 def fit(points: Points) -> float | None:
     """The exponent b of y ~ x^b: least squares on logarithms over the longest four lengths; None below two."""
     logs = [(math.log(x), math.log(y)) for x, y in sorted(points)[-4:] if x > 0 and y > 0]
-    if len(logs) < 2:
+    if len({x for x, _ in logs}) < 2:
         return None
     mx, my = (sum(p[i] for p in logs) / len(logs) for i in (0, 1))
     return sum((x - mx) * (y - my) for x, y in logs) / sum((x - mx) ** 2 for x, _ in logs)
@@ -101,6 +101,8 @@ def learning(experiments: list[Experiment], id_: str) -> Figure | None:
 def _ceiling(lines: list[Line]) -> float | None:
     """The highest loss after a tenth of each training: the fall at the start would flatten all that differs."""
     later = [y for line in lines for x, y in line.points if x > 0.1 * line.points[-1][0]]
+    if not later:
+        return None
     low, high = min(later), max(later)
     top = high + 0.08 * (high - low)
     return top if top < max(y for line in lines for _, y in line.points) else None
@@ -110,14 +112,10 @@ def _by_step(cell: Cell, field: str, x: str) -> list[list[tuple[float, float]]]:
     """For each step that every seed has, the (x, value) of each seed."""
     seeds = []
     for row in cell.done:
-        points = {p.get("step", i): (p[x], p[field]) for i, p in enumerate(row.get("curve") or []) if _has(p, x) and _has(p, field)}
-        seeds.append(points)
+        kept = [p for p in row.get("curve") or [] if p.get(x) is not None and p.get(field) is not None]
+        seeds.append({i if p.get("step") is None else p["step"]: (p[x], p[field]) for i, p in enumerate(kept)})
     steps = sorted(set.intersection(*(set(s) for s in seeds))) if seeds else []
     return [[s[step] for s in seeds] for step in steps]
-
-
-def _has(point: dict, field: str) -> bool:
-    return point.get(field) is not None
 
 
 def _curve(cell: Cell, field: str, x: str) -> Points:

@@ -347,7 +347,6 @@ _OUTCOME = {"better", "worse", "tie", "not compared"}
 
 def _table(table: Table, kind: str = "") -> str:
     """A table in a region that scrolls by itself; the paper's columns are set apart."""
-    id_ = figures.ident("t", table.caption[:60], len(table.columns))
     grouped = any(c.group for c in table.columns)
     corner = f'<th scope="col"{" rowspan=2" if grouped else ""}>{esc(table.corner)}</th>'
     heads = "".join(f'<th scope="col"{_class(table.columns, i)}>{esc(c.head)}</th>' for i, c in enumerate(table.columns))
@@ -378,7 +377,7 @@ def _table(table: Table, kind: str = "") -> str:
     return (
         f'<div class="scroll {kind}" role="group" aria-label="{esc(table.caption)}" tabindex="0">'
         f'<p class="hint" aria-hidden="true">scroll sideways for more →</p>\n'
-        f'<table data-table="{id_}">\n<caption><span>{rich(table.caption)}{about}</span></caption>\n<thead>\n{head}\n</thead>\n'
+        f"<table>\n<caption><span>{rich(table.caption)}{about}</span></caption>\n<thead>\n{head}\n</thead>\n"
         + "\n".join(bodies)
         + f"\n</table>\n</div>{note}"
     )
