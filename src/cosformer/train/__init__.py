@@ -21,7 +21,7 @@ from transformers.utils import logging
 from .. import models, tasks
 from .loop import Loop, Stopped, last_checkpoint, remove_incomplete
 from .progress import OWN, Bar, Interrupt, Metrics, clock, show
-from .settings import DEFAULTS, Run, SettingsError, merge, parser
+from .settings import DEFAULTS, Run, SettingsError, merge, parse, parser
 
 __all__ = ["Run", "SettingsError", "Stopped", "train"]
 
@@ -217,7 +217,7 @@ def quieten() -> None:
 
 
 def command(p: argparse.ArgumentParser, argv: list[str]) -> None:
-    given, rest = p.parse_known_args(argv)
+    given, rest = parse(p, argv)
     quieten()
     try:
         settings = merge(given, rest)

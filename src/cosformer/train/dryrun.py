@@ -118,6 +118,8 @@ def take_steps(run: Run, task: tasks.Task, start: str | None) -> None:
     """Two training steps and an evaluation, for real, of one example at a time."""
     began = time.perf_counter()
     arguments = {key: value for key, value in run.training.items() if "fsdp" not in key and key != "deepspeed"}
+    if not torch.cuda.is_available():  # many CPUs have half precision only in name
+        arguments |= {"bf16": False, "fp16": False}
     small = dataclasses.replace(run, training=arguments | SMALL)
     trainer = trainer_of(small, task, new_model(small, task, start=start), [])
     trainer.train()
