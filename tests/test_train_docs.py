@@ -19,8 +19,8 @@ ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "train.md").read_text()
 COMMANDS = [line for block in re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S) for line in block.splitlines() if line]
 ALONE, TOGETHER = ([c for c in COMMANDS if c.startswith("torchrun") is many] for many in (False, True))
-SMALL = "--length 32 --test-examples 2".split()
-TOY = "--size toy --max_steps 2 --per_device_train_batch_size 2 --eval-examples 2 --warmup_steps 0 --report_to none".split()
+SMALL = ["--length", "32", "--test-examples", "2"]
+TOY = shlex.split("--size toy --max_steps 2 --per_device_train_batch_size 2 --eval-examples 2 --warmup_steps 0 --report_to none")
 SHARDED = importlib.util.find_spec("cosformer.train.sharded") is not None
 
 

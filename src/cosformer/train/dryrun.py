@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.utils.data import Dataset
 
 from .. import models, tasks
@@ -70,13 +71,16 @@ def check_shapes(run: Run, task: tasks.Task, start: str | None) -> int:
     with torch.device("meta"):
         model = models.CLASSES[task.kind](config_of(run, task, start))
     count = models.parameters(model)
-    kept = activations(model.train(), meta_batch(task, batch))
+    with FakeTensorMode(allow_non_fake_inputs=True):  # plain meta tensors would be asked for values by transformers
+        kept = activations(model.train(), meta_batch(task, batch))
     tokens = task.max_length * (2 if task.kind == "pair-classification" else 1)
     took = time.perf_counter() - began
     print(f"{task.name}: {count:,} parameters; every shape of a batch of {batch} x {tokens:,} tokens fits ({took:.1f} s)")
     print(f"  {batch} x {accumulate} x {tokens:,} = {batch * accumulate * tokens:,} tokens per step and process")
     state, at_most = size(count * BYTES_A_PARAMETER), size(kept)
-    print(f"  memory: {state} for weights, gradients and AdamW; up to {at_most} for a batch (float32, no checkpointing)", flush=True)
+    print(
+        f"  memory: {state} for weights, gradients and AdamW; up to {at_most} for a batch (float32, no checkpointing)", flush=True
+    )
     return count * BYTES_A_PARAMETER + kept // batch
 
 
@@ -126,7 +130,9 @@ def take_steps(run: Run, task: tasks.Task, start: str | None) -> None:
     losses = [f"{row['loss']:.4g}" for row in trainer.state.log_history if "loss" in row]
     found = scores(trainer, task, "validation", examples=EXAMPLES[1])[task.metric]
     took = time.perf_counter() - began
-    print(f"  {len(losses)} real steps of one example: loss {', '.join(losses)}; {task.metric} {found:.4g} ({took:.1f} s)", flush=True)
+    print(
+        f"  {len(losses)} real steps of one example: loss {', '.join(losses)}; {task.metric} {found:.4g} ({took:.1f} s)", flush=True
+    )
 
 
 def task_of(run: Run, folder: Path) -> tuple[tasks.Task, list[str]]:
@@ -178,7 +184,7 @@ def spread(task: tasks.Task, vocabulary: int) -> tasks.Task:
     scoring = task.preprocess_logits_for_metrics
     if isinstance(scoring, TokenScores):
         scoring = TokenScores(shift=scoring.shift, byte_lengths=1.0)
-    sets = {split: Spread(getattr(task, split), vocabulary) for split in tasks.SPLITS}
+    sets: dict[str, Any] = {split: Spread(getattr(task, split), vocabulary) for split in tasks.SPLITS}
     return dataclasses.replace(task, vocab_size=vocabulary, tokenizer=None, preprocess_logits_for_metrics=scoring, **sets)
 
 
@@ -193,7 +199,9 @@ class Spread(Dataset):
         return len(self.inner)
 
     def __getitem__(self, index: int) -> dict[str, Any]:
-        return {key: self.wide(value) if key.endswith(("input_ids", "labels")) else value for key, value in self.inner[index].items()}
+        return {
+            key: self.wide(value) if key.endswith(("input_ids", "labels")) else value for key, value in self.inner[index].items()
+        }
 
     def wide(self, ids: Any) -> Any:
         if not isinstance(ids, Tensor) or not ids.ndim:  # a class
