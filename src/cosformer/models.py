@@ -90,13 +90,15 @@ def config_of(task: Task, *, mixer: str = "cosformer", size: str = "tiny", field
     known |= {"pad_token_id": special.pad, "bos_token_id": special.bos, "eos_token_id": special.eos}
     known |= mixer_fields(mixer)
     wide = shape.feedforward or 4 * shape.width
+    spread = max(0.02, 0.8 / math.sqrt(shape.width))  # 0.02 is for widths near 1,000: small models barely start from it
     if task.kind == "seq2seq":
         known |= {"d_model": shape.width, "encoder_layers": shape.layers, "decoder_layers": shape.layers, "dropout": 0.0}
         known |= {"encoder_attention_heads": shape.heads, "decoder_attention_heads": shape.heads, "encoder_ffn_dim": wide}
         known |= {"decoder_ffn_dim": wide, "decoder_start_token_id": special.bos, "forced_eos_token_id": None}
-        known["max_position_embeddings"] = max(task.max_length, task.max_target_length or 0)
+        known |= {"max_position_embeddings": max(task.max_length, task.max_target_length or 0), "init_std": spread}
         return hf.CosformerSeq2SeqConfig(**{**known, **(fields or {})})
     known |= {"hidden_size": shape.width, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads}
+    known["initializer_range"] = spread
     if task.kind == "causal-lm":
         known["intermediate_size"] = 32 * round(2 * wide / 3 / 32)  # a gated MLP has three matrices, not two
         return hf.CosformerConfig(**{**known, **(fields or {})})

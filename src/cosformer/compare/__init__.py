@@ -226,9 +226,9 @@ def main(argv: list[str]) -> None:
     train.quieten()
     try:
         subjects = chosen(given)
-        minutes = given.minutes or (10.0 * len(subjects) * len(given.mixers) if given.full else 7.0)
         for mixer in given.mixers:
             models.mixer_fields(mixer)
+        minutes = given.minutes or (10.0 * len(subjects) * len(given.mixers) if given.full else 7.0)
         rows = compare(
             subjects,
             given.mixers,
@@ -253,6 +253,11 @@ def main(argv: list[str]) -> None:
 
 def chosen(given: argparse.Namespace) -> list[Subject]:
     """The subjects asked for."""
+    for name, least in (("seeds", 1), ("steps", 1)):
+        if (value := getattr(given, name)) is not None and value < least:
+            raise train.SettingsError(f"--{name} is {value}; it must be at least {least}")
+    if given.minutes is not None and not given.minutes > 0:
+        raise train.SettingsError(f"--minutes is {given.minutes:g}; it must be more")
     if given.full and not given.data:
         raise train.SettingsError("--full needs --data: the folder that holds wikitext-2, imdb, sst2 and cifar10-gray")
     found = full(given.data) if given.full else demo(given.data, given.length)

@@ -12,6 +12,7 @@ from .. import models, tasks
 MIXERS = ("softmax", "softmax+rope", "cosformer-paper", "cosformer", "elu")
 # The paper's studies: what softmax does (identity, LeakyReLU, ReLU, softmax), the cosine (with and without), and decay.
 STUDY = ("identity", "leaky_relu", "relu", "cosformer-ladder", "cosformer-no-cosine")
+EVALUATIONS = 5  # while training; more would take much of a short run's time
 STEPS = (10, 20, 30, 50, 75, 100, 150, 200, 300, 400, 600, 800, 1000, 1500, 2000, 3000, 4000, 6000, 8000, 10_000)
 
 
@@ -26,6 +27,7 @@ class Subject:
     task: str
     task_settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     size: str = "tiny"
+    model_fields: dict[str, Any] = dataclasses.field(default_factory=dict)
     training: dict[str, Any] = dataclasses.field(default_factory=dict)
     weight: float = 1.0  # of the time there is
     most_steps: int = STEPS[-1]
@@ -64,25 +66,27 @@ def demo(data: str | None = None, length: int | None = None) -> list[Subject]:
             name="listops",
             group="lra",
             title="ListOps, short",
-            data="generated: depth 4, up to 4 arguments, 64 tokens",
+            data="generated: depth 3, up to 4 arguments, 32 tokens",
             task="listops",
-            task_settings={"length": 64, "depth": 4, "args": 4, "examples": [20_000, 1_000, 1_000]},
-            training=fast(1e-3, 64),
-            eval_examples=512,
+            task_settings={"length": 32, "depth": 3, "args": 4, "least": 6, "examples": [50_000, 1_000, 1_000]},
+            size="toy",
+            training=fast(2e-3, 64),
+            eval_examples=256,
             test_examples=1_000,
+            most_steps=1_000,
         ),
         Subject(
             name="recall",
             group="toy",
             title="Associative recall",
-            data="generated: 8 pairs of keys and values in 64 tokens",
+            data="generated: 8 pairs of keys and values, then every key again, in 32 tokens",
             task="recall",
-            task_settings={"length": 64, "pairs": 8, "vocabulary": 64, "examples": [50_000, 1_000, 1_000]},
+            task_settings={"length": 32, "pairs": 8, "vocabulary": 32, "examples": [50_000, 1_000, 1_000]},
             size="toy",
             training=fast(3e-3, 64),
             eval_examples=256,
             test_examples=1_000,
-            weight=1.5,
+            most_steps=600,
         ),
     ]
 
@@ -166,7 +170,7 @@ def full(root: str) -> list[Subject]:
 
 def seconds_a_step(subject: Subject, task: tasks.Task, mixer: str) -> float:
     """How long one optimiser step takes here: the faster of two, after one that warms up."""
-    model = models.build(task, mixer=mixer, size=subject.size).train()
+    model = models.build(task, mixer=mixer, size=subject.size, fields=subject.model_fields).train()
     optimiser = torch.optim.AdamW(model.parameters())
     batches = iter(DataLoader(task.train, batch_size=subject.training["per_device_train_batch_size"], collate_fn=task.collate))
     took = []
@@ -186,7 +190,7 @@ def steps_that_fit(subject: Subject, seconds: dict[str, float], budget: float) -
     Round numbers, so that two runs on one machine agree on them although no measurement repeats exactly.
     """
     batch = subject.training["per_device_train_batch_size"]
-    scored = 8 * subject.eval_examples + 2 * subject.test_examples
+    scored = (EVALUATIONS + 1) * subject.eval_examples + 2 * subject.test_examples
     fixed = sum(each * scored / batch / 3 for each in seconds.values())  # a forward is about a third of a step
     room = (budget - fixed) / max(sum(seconds.values()), 1e-9)
     return max([n for n in STEPS if n <= min(room, subject.most_steps)], default=STEPS[0])

@@ -1,5 +1,7 @@
 """One cell of the quality tables: a mixer trained on a subject -> a row of results."""
 
+import json
+import shlex
 import shutil
 from pathlib import Path
 from typing import Any
@@ -8,9 +10,7 @@ from transformers import TrainerCallback
 
 from .. import models, train
 from ..train.progress import read
-from .plan import Subject
-
-EVALUATIONS = 8  # while training; more would cost a short run much of its time
+from .plan import EVALUATIONS, Subject
 
 
 def run_of(subject: Subject, mixer: str, seed: int, *, steps: int, out: Path) -> train.Run:
@@ -32,8 +32,22 @@ def run_of(subject: Subject, mixer: str, seed: int, *, steps: int, out: Path) ->
         eval_examples=subject.eval_examples,
         test_examples=subject.test_examples,
         task_settings=subject.task_settings,
+        model_fields=subject.model_fields,
         training=training,
     )
+
+
+def command(run: train.Run) -> str:
+    """The command that does the run again."""
+    words = ["cosformer", "train", run.task, "--mixer", run.mixer, "--size", run.size, "--out", Path(run.out).name]
+    words += ["--start", Path(run.start).name] if run.start else []
+    words += ["--eval-examples", str(run.eval_examples), "--test-examples", str(run.test_examples)]
+    for table, values in (("task", run.task_settings), ("model", run.model_fields)):
+        for key, value in values.items():
+            words += ["--set", f"{table}.{key}={json.dumps(value)}"]
+    for key, value in run.training.items():
+        words += [f"--{key}", *(map(str, value if isinstance(value, list) else [value]))] if value != [] else []
+    return shlex.join(words)
 
 
 def cell(subject: Subject, mixer: str, seed: int, *, steps: int, out: Path, watch: TrainerCallback) -> dict[str, Any]:
@@ -54,12 +68,12 @@ def cell(subject: Subject, mixer: str, seed: int, *, steps: int, out: Path, watc
         "size": f"{subject.size} ({models.size_of(subject.size, task)})",
         "metric": task.metric,
         "greater_is_better": task.greater_is_better,
-        "settings": {**subject.task_settings, **subject.training},
-        "command": f"cosformer train {subject.task} --mixer {mixer} --size {subject.size} --max_steps {steps} --seed {seed}",
+        "settings": {**subject.task_settings, **subject.model_fields, **subject.training},
     }
     run = run_of(subject, mixer, seed, steps=steps, out=out)
+    row["command"] = command(run)
     try:
-        models.config_of(task, mixer=mixer, size=subject.size)
+        models.config_of(task, mixer=mixer, size=subject.size, fields=subject.model_fields)
         result = train.train(run, resume=True, watch=watch)
     except train.Stopped as stopped:
         if "interrupted" in str(stopped):

@@ -67,7 +67,7 @@ def _train(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallb
     with Interrupt() as interrupt:
         model = new_model(run, task, start=start)
         trainer = trainer_of(run, task, model, [interrupt, Metrics(out / "metrics.jsonl"), watch or Bar()])
-        if trainer.is_world_process_zero():
+        if trainer.is_world_process_zero() and watch is None:
             announce(run, task, trainer.model)
         last = last_checkpoint(out)
         trainer.args.eval_on_start &= last is None  # the start is behind
@@ -77,8 +77,8 @@ def _train(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallb
             raise Stopped(f"{error}; {trainer.what_is_left()}") from error
         if interrupt.asked is not None and trainer.state.global_step < trainer.state.max_steps:
             raise Stopped(f"interrupted by {interrupt.asked} at step {trainer.state.global_step}; {trainer.what_is_left()}")
-        trainer.save_model(str(out))
-        found = {split: scores(trainer, task, split, examples=run.test_examples) for split in ("validation", "test")}
+    trainer.save_model(str(out))
+    found = {split: scores(trainer, task, split, examples=run.test_examples) for split in ("validation", "test")}
     result = {
         "task": task.name,
         "mixer": run.mixer,
@@ -232,6 +232,8 @@ def command(p: argparse.ArgumentParser, argv: list[str]) -> None:
         result = train(run, resume=resume)
     except (SettingsError, tasks.DataError) as error:
         raise SystemExit(f"{p.prog}: {error}") from None
+    except KeyboardInterrupt:
+        raise SystemExit(130) from None
     except Stopped as error:
         print(f"{p.prog}: {error}", file=sys.stderr)
         if "no checkpoint" not in str(error):
