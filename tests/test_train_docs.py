@@ -76,6 +76,6 @@ def test_every_command_of_several_processes(folder, command):
     words = toy(shlex.split(command)[shlex.split(command).index("-m") + 1 :])
     words = [*words, "--data", "my-texts", "--tokenizer", "bytes", "--set", "model.num_attention_heads=2"]
     given = {**os.environ, "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0", "-m", *words]
+    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", *words]
     made = subprocess.run(line, env=given, capture_output=True, text=True, timeout=120)
     assert made.returncode == 0, made.stderr[-2000:]
