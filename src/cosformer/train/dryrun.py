@@ -138,25 +138,27 @@ def take_steps(run: Run, task: tasks.Task, start: str | None) -> None:
 def task_of(run: Run, folder: Path) -> tuple[tasks.Task, list[str]]:
     """The run's task, on stand-in data where its own is not there, and what had to stand in."""
     chosen, known, notes = dict(run.task_settings), tasks.settings(run.task), []
-    data, tokenizer = chosen.get("data"), chosen.get("tokenizer", "bytes")
-    if "data" in chosen and not Path(data).expanduser().exists():
-        notes.append(f"data {data} is not there: random {'images' if run.task == 'image' else 'text'} stands in")
-        chosen["data"] = str(folder / "data")
-    if "examples" in known and chosen.get("data") in (None, str(folder / "data")):
-        chosen = {key: value for key, value in chosen.items() if key != "data"} | {"examples": EXAMPLES}
-        notes.append(f"{EXAMPLES[0]} examples are made in the place of {(known | run.task_settings)['examples'][0]:,}")
-    if "cache" in known:
-        chosen["cache"] = str(folder / "cache")
-    stand_in = chosen.get("data") == str(folder / "data")
+    data, tokenizer = chosen.pop("data", None), chosen.get("tokenizer", "bytes")
+    missing = data is not None and not Path(data).expanduser().exists()
+    made = "examples" in known and (data is None or missing)
+    if made:
+        notes.append(f"{EXAMPLES[0]} examples are made in the place of {(known | chosen)['examples'][0]:,}")
+        chosen["examples"] = EXAMPLES
+    elif missing:
+        notes.append(f"data {data} is not there: random {'images stand' if run.task == 'image' else 'text stands'} in")
+        write(folder / "data", run)
+        chosen["data"] = folder / "data"
+    elif data is not None:
+        chosen["data"] = data
+    if (made or missing) and "cache" in known:
+        chosen["cache"] = folder / "cache"
     vocabulary = None
     if tokenizer != "bytes" and not Path(tokenizer).expanduser().exists():
         trained = tokenizer.startswith("bpe:")
         if not trained:
             notes.append(f"tokenizer {tokenizer} is not there: {VOCABULARY:,} tokens are assumed")
-        if stand_in or not trained:
+        if missing or not trained:
             vocabulary, chosen["tokenizer"] = int(tokenizer[4:]) if trained else VOCABULARY, "bytes"
-    if stand_in:
-        write(folder / "data", run)
     task = tasks.build(run.task, **chosen)
     return (task if vocabulary is None else spread(task, vocabulary)), notes
 
