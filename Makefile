@@ -1,4 +1,4 @@
-# make demo   what cosFormer costs on this machine, beside softmax
+# make demo   is cosFormer as good as softmax on this machine, and what does it save? (report: runs/compare/report.html)
 # make test   lint, types and all tests
 # Both set everything up in .venv first; a second call is quick.
 
@@ -10,7 +10,7 @@ SECONDS_FUZZ ?= 300
 .PHONY: demo test test-slow lint bench fuzz clean
 
 demo: .venv/installed
-	$(BIN)/cosformer bench --quick
+	$(BIN)/cosformer compare
 
 test: lint
 	$(BIN)/python -m pytest
@@ -23,13 +23,13 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# The committed results, the pictures and the README's tables (about twenty minutes, on a quiet machine).
+# The committed measurements, their pictures and the tables of docs/speed.md (about twenty minutes, on a quiet machine).
 bench: .venv/installed
-	rm -f benchmarks/*.jsonl
+	rm -f benchmarks/operators.jsonl benchmarks/models.jsonl benchmarks/mixers.jsonl
 	$(BIN)/cosformer bench --decay --seconds 90 --out benchmarks/operators.jsonl --plot docs/cost.png
 	$(BIN)/cosformer bench --models --out benchmarks/models.jsonl
 	$(BIN)/cosformer bench --mixers all --out benchmarks/mixers.jsonl --plot docs/mixers.png
-	$(BIN)/cosformer report benchmarks/operators.jsonl benchmarks/models.jsonl
+	$(BIN)/cosformer report benchmarks/operators.jsonl benchmarks/models.jsonl --page docs/speed.md
 
 # Random calls of the kernel under the address and undefined-behaviour sanitizers.
 fuzz: .venv/installed

@@ -1,4 +1,4 @@
-"""The benches run, check before they report, and the README's tables come from the committed results."""
+"""The benches run, check before they report, and the tables of docs/speed.md come from the committed results."""
 
 import json
 import math
@@ -78,12 +78,12 @@ def test_unknown_names(asked, match):
         bench.main(asked)
 
 
-def test_readme_tables_come_from_the_committed_results(tmp_path):
+def test_the_tables_of_speed_come_from_the_committed_results(tmp_path):
     results = [ROOT / "benchmarks" / f"{name}.jsonl" for name in ("operators", "models")]
-    page = tmp_path / "README.md"
-    page.write_text((ROOT / "README.md").read_text())
+    page = tmp_path / "speed.md"
+    page.write_text((ROOT / "docs" / "speed.md").read_text())
     report.main([*map(str, results), "--page", str(page)])
-    assert page.read_text() == (ROOT / "README.md").read_text()
+    assert page.read_text() == (ROOT / "docs" / "speed.md").read_text()
 
 
 def test_report_refuses_what_is_not_a_result(tmp_path):

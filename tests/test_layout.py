@@ -31,6 +31,7 @@ LAW = {
     "tasks": set(),
     "models": {"hf", "mixers", "tasks"},
     "train": {"models", "tasks"},
+    "compare": {"bench", "bench.exactness", "bench.measure", "bench.models", "models", "report", "tasks", "train", "train.progress"},
     "generate": {"hf"},
     "picture": {"mixers", "report"},
     "info": {"", "ops.operator"},
@@ -38,7 +39,7 @@ LAW = {
 }
 ONLY_IN = {
     "matplotlib": {"report"},
-    "transformers": {"hf", "tasks", "models", "train", "generate", "bench"},
+    "transformers": {"hf", "tasks", "models", "train", "compare", "generate", "bench"},
     "datasets": {"tasks"},
     "numpy": {"tasks"},
     "ctypes": {"ops._native"},

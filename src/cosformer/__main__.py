@@ -11,7 +11,7 @@ VERBS = {
     "bench": ("cosformer.bench", "time and memory of attention operators beside their peers"),
     "generate": ("cosformer.generate", "continue a prompt with a saved model"),
     "picture": ("cosformer.picture", "attention matrices of any mixers, side by side"),
-    "report": ("cosformer.report", "the tables of a page from results files"),
+    "report": ("cosformer.report", "an HTML page of results, or the README's tables"),
     "info": ("cosformer.info", "version, backends, and why one is unavailable"),
 }
 
