@@ -82,8 +82,11 @@ class CosformerModel(CosformerPreTrained, LlamaModel):
     def position_vectors(self, inputs: Tensor, position_ids: Tensor | None, cache) -> Tensor:
         if position_ids is None:
             seen = 0 if cache is None else cache.get_seq_length()
-            position_ids = torch.arange(seen, seen + inputs.shape[1], device=inputs.device)[None]
-        if (last := int(position_ids.max())) >= (most := self.embed_positions.num_embeddings):
+            last = seen + inputs.shape[1] - 1  # known without looking, so that nothing waits for a GPU and meta tensors pass
+            position_ids = torch.arange(seen, last + 1, device=inputs.device)[None]
+        else:
+            last = int(position_ids.max())
+        if last >= (most := self.embed_positions.num_embeddings):
             raise ValueError(f"position {last} has no learned vector; max_position_embeddings is {most}")
         return self.embed_positions(position_ids)
 

@@ -21,7 +21,7 @@ from transformers.utils import logging
 from .. import models, tasks
 from .loop import Loop, Stopped, last_checkpoint, remove_incomplete
 from .progress import OWN, Bar, Interrupt, Metrics, clock, show
-from .settings import DEFAULTS, Run, SettingsError, merge, parser
+from .settings import DEFAULTS, Run, SettingsError, merge, parse, parser
 
 __all__ = ["Run", "SettingsError", "Stopped", "train"]
 
@@ -206,6 +206,7 @@ def main(argv: list[str]) -> None:
     p.add_argument("--start", metavar="DIR", help="a saved model to start from, such as a pre-trained one")
     p.add_argument("--pretrain-first", action="store_true", help="masked pre-training on the task's own inputs before it")
     p.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    p.add_argument("--dry-run", action="store_true", help="check the settings: all shapes, two small steps; data is not needed")
     command(p, argv)
 
 
@@ -216,7 +217,7 @@ def quieten() -> None:
 
 
 def command(p: argparse.ArgumentParser, argv: list[str]) -> None:
-    given, rest = p.parse_known_args(argv)
+    given, rest = parse(p, argv)
     quieten()
     try:
         settings = merge(given, rest)
@@ -224,6 +225,10 @@ def command(p: argparse.ArgumentParser, argv: list[str]) -> None:
             settings["pretrain"] = settings.get("pretrain") or {}
         resume = getattr(given, "resume", False)
         run = Run(**settings)
+        if getattr(given, "dry_run", False):
+            from .dryrun import dry_run
+
+            return dry_run(run)
         result = train(run, resume=resume)
     except (SettingsError, tasks.DataError) as error:
         raise SystemExit(f"{p.prog}: {error}") from None

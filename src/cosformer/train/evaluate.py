@@ -8,7 +8,7 @@ from pathlib import Path
 
 from .. import tasks
 from . import Run, SettingsError, new_model, quieten, scores, trainer_of
-from .settings import merge, parser
+from .settings import merge, parse, parser
 
 
 def evaluate(run: Run, model: str | Path, *, split: str = "test") -> dict[str, float]:
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> None:
     p.add_argument("task", nargs="?", help="another task than the one it was trained on")
     p.add_argument("--split", choices=tasks.SPLITS, default="test")
     p.add_argument("--json", action="store_true", default=False, help="print one JSON object")
-    given, rest = p.parse_known_args(argv)
+    given, rest = parse(p, argv)
     quieten()
     try:
         found = evaluate(run_of(given, rest), given.model, split=given.split)

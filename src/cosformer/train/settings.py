@@ -170,10 +170,27 @@ def _value(text: str) -> Any:
 
 def _trainer_arguments(rest: list[str]) -> dict[str, Any]:
     """What was said of transformers' arguments, and nothing of what was not."""
+    return vars(_trainer_parser().parse_args(rest))
+
+
+def _trainer_parser() -> argparse.ArgumentParser:
     from transformers import HfArgumentParser, Seq2SeqTrainingArguments
 
     p = HfArgumentParser(Seq2SeqTrainingArguments, argument_default=argparse.SUPPRESS, allow_abbrev=False, add_help=False)
     p.prog = "cosformer"
     for action in p._actions:
         action.default, action.required = argparse.SUPPRESS, False
-    return vars(p.parse_args(rest))
+    return p
+
+
+def parse(p: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
+    """Our arguments, and the words that are transformers': read by their parser first, or a value of theirs would be our task."""
+    ours = _trainer_parser().parse_known_args(argv)[1]
+    given, unknown = p.parse_known_args(ours)
+    theirs, left = [], list(ours)
+    for word in argv:
+        if left and word == left[0]:
+            left.pop(0)
+        else:
+            theirs.append(word)
+    return given, [*theirs, *unknown]
