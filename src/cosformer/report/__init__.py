@@ -36,7 +36,7 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("results", nargs="+", type=Path, help="JSON lines written by `cosformer compare`, or by `cosformer bench --out`")
     p.add_argument("--html", type=Path, help="write the results of `cosformer compare` as one self-contained HTML file")
     p.add_argument("--plots", type=Path, help="with --html: write the figures as PNG and SVG files into this folder, too")
-    p.add_argument("--page", type=Path, default=Path("README.md"), help=f"else: the page with {BEGIN} and {END} for bench's tables")
+    p.add_argument("--page", type=Path, default=Path("README.md"), help=f"else: the Markdown page with {BEGIN} and {END}")
     args = p.parse_args(argv)
     if missing := [path for path in args.results if not path.is_file()]:
         raise SystemExit(f"cosformer report: {missing[0]} is not a file")

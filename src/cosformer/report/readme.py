@@ -1,16 +1,30 @@
-"""The README's tables, as Markdown, from the committed results of `cosformer bench`."""
+"""Tables of Markdown pages from committed results: the README's of `cosformer compare`, those of speed.md of `cosformer bench`."""
 
 import json
 from pathlib import Path
+
+from . import summary
+from .results import check
 
 BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
 
 
 def numbers(rows: list[dict]) -> str:
-    """The README's tables, as Markdown, from the committed results alone."""
+    """What a page says of the rows, as Markdown."""
+    if any("kind" in row for row in rows):
+        return _headline(rows)
     parts = [_operator_table([r for r in rows if r.get("bench") == "operators"])]
     models = [r for r in rows if r.get("bench") == "models"]
     return "\n\n".join(parts + ([_model_table(models)] if models else []))
+
+
+def _headline(rows: list[dict]) -> str:
+    """The sentences of a comparison, and a line for each task."""
+    results = check(rows)
+    heads = summary.verdict_heads(results)
+    lines = [" ".join(summary.sentences(results)), "", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    lines += ["| " + " | ".join(line) + " |" for line in summary.verdict_rows(results)]
+    return "\n".join(lines)
 
 
 def _operator_table(rows: list[dict]) -> str:

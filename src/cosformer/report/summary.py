@@ -90,7 +90,7 @@ def quality_sentences(results: Results) -> list[str]:
     who = "it" if first or not ours else name(ours.mixer)
     tasks = f"{len(rest)} {'other ' if first else ''}tasks"
     if len(parts) == 1:
-        said = f"On all {tasks} {who} is {parts[0].replace(' on all', '', 1)}."
+        said = f"On {'both' if len(rest) == 2 else 'all'} {tasks.removeprefix('2 ')} {who} is {parts[0].replace(' on all', '', 1)}."
     else:
         said = f"Of {tasks} {who} is {listed(parts)}."
     return [*map(quality_sentence, first), said]
