@@ -1,6 +1,7 @@
 """How things are measured: in turns, against the machine's own limit, with peak memory from a fresh process."""
 
 import importlib
+import os
 import platform
 import resource
 import statistics
@@ -80,19 +81,33 @@ def gemm_works() -> dict[str, tuple[Work, float]]:
 
 def peak_memory(module: str, case: dict) -> float | None:
     """MiB that `module.prepare(case)()` adds to the peak of a fresh process; None if it did not finish."""
-    code = f"from cosformer.bench import measure; measure._print_peak_memory({module!r}, {case!r}, {torch.get_num_threads()})"
+    return peak_memories(module, [case])[0]
+
+
+def peak_memories(module: str, cases: list[dict]) -> list[float | None]:
+    """The same of several cases: one process imports what they need, and each runs in a fork of it."""
+    code = f"from cosformer.bench import measure; measure._print_peak_memories({module!r}, {cases!r}, {torch.get_num_threads()})"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    return float(run.stdout) if run.returncode == 0 else None
+    found = {int(number): float(mib) for number, mib in (line.split() for line in run.stdout.splitlines())}
+    return [found.get(number) for number in range(len(cases))]
 
 
-def _print_peak_memory(module: str, case: dict, threads: int) -> None:
-    torch.set_num_threads(threads)
+def _print_peak_memories(module: str, cases: list[dict], threads: int) -> None:
     prepare = importlib.import_module(module).prepare
+    for number, case in enumerate(cases):
+        if (child := os.fork()) == 0:  # this process has computed nothing yet, so it has no threads that a fork would lose
+            torch.set_num_threads(threads)
+            print(number, _added_peak(prepare, case), flush=True)
+            os._exit(0)
+        os.waitpid(child, 0)
+
+
+def _added_peak(prepare: Callable[[dict], Work], case: dict) -> float:
     prepare({**case, "length": 64})()  # code, thread pools and libraries are not the operator's memory
     work = prepare(case)
     before = _peak(reset=True)
     work()
-    print((_peak() - before) / 2**20)
+    return (_peak() - before) / 2**20
 
 
 def _peak(reset: bool = False) -> int:

@@ -4,13 +4,14 @@ The models are those of the quality tables' size, batch 1, one causal language m
 """
 
 from collections.abc import Callable
+from statistics import median
 from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from .. import models, tasks
-from ..bench.measure import in_turns, peak_memory, spread
+from ..bench.measure import in_turns, peak_memories, spread
 from ..bench.models import cache_bytes
 
 SIZE = "tiny"
@@ -54,11 +55,11 @@ def training(mixers: list[str], lengths: list[int], *, seconds: float, progress:
                 continue
         timed = in_turns(works, seconds=seconds / len(lengths), progress=lambda t: progress(f"cost: training at {length:,}, {t}"))
         for mixer, samples in timed.items():
-            progress(f"cost: memory at {length:,}, {mixer}")
-            memory = peak_memory(__name__, {"mixer": mixer, "length": length})
             row = {"kind": "cost", "what": "model", "work": "training", "causal": True, "mixer": mixer, "length": length}
-            rows.append(row | times(samples) | {"memory_mib": memory, "tokens_per_second": length / min(samples)})
-    return rows
+            rows.append(row | times(samples) | {"tokens_per_second": length / median(samples)})
+    progress("cost: peak memory of training")
+    cases = [{"mixer": row["mixer"], "length": row["length"]} for row in rows]
+    return [row | {"memory_mib": mib} for row, mib in zip(rows, peak_memories(__name__, cases), strict=True)]
 
 
 def decoding(mixers: list[str], contexts: list[int], *, seconds: float, progress: Callable[[str], None]) -> list[dict[str, Any]]:
