@@ -32,6 +32,8 @@ from .loop import UNWRITABLE, Interrupted, Loop, Stopped, last_checkpoint, remov
 from .progress import OWN, Bar, Interrupt, Metrics, clock, show, write
 from .settings import DEFAULTS, Run, SettingsError, merge, parser
 
+SPREAD = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "fsdp", "fsdp_config")
+
 __all__ = ["Interrupted", "Run", "SettingsError", "Stopped", "train"]
 
 
@@ -104,6 +106,8 @@ def _train(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallb
             announce(run, task, model)
         trainer.accelerator.wait_for_everyone()
         last = last_checkpoint(out)
+        if last is not None:
+            check_batch(out, trainer)
         trainer.args.eval_on_start &= last is None  # the start is behind
         try:
             if first:
@@ -133,15 +137,26 @@ def _train(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallb
     return result
 
 
+def check_batch(out: Path, trainer: Loop) -> None:
+    """A run may go on with another number of processes, but not with other batches."""
+    before, now = json.loads((out / "resolved.json").read_text())["batch"], trainer.get_total_train_batch_size(trainer.args)
+    if before != now:
+        raise SettingsError(
+            f"{out} was trained with {before} examples a step, now it would be {now}; per_device_train_batch_size x "
+            f"gradient_accumulation_steps x {trainer.args.world_size} process(es) must be {before}"
+        )
+
+
 def resolved(run: Run, task: tasks.Task, trainer: Loop, last: Path | None) -> dict[str, Any]:
     """Everything a run depends on, defaults included, to be read by people."""
     packages = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")
     return {
-        "run": dataclasses.asdict(run),
+        "run": run.plain(),
         "task": dict(task.settings),
         "model": trainer.model.config.to_dict(),
         "training": trainer.args.to_dict(),
         "processes": trainer.args.world_size,
+        "batch": trainer.get_total_train_batch_size(trainer.args),
         "device": str(trainer.args.device),
         "resumed_from": None if last is None else last.name,
         "versions": {"cosformer": version("cosformer"), "python": platform.python_version()} | {p: version(p) for p in packages},
@@ -266,8 +281,10 @@ def part(dataset: Any, count: int | None) -> Dataset:
 
 
 def first_difference(saved: Run, given: Run) -> str | None:
-    """The first setting in which two runs differ; their folder may be called otherwise by now."""
-    a, b = (dataclasses.asdict(run) for run in (saved, given))
+    """The first setting in which two runs differ, besides where they are and how their batches are spread over processes."""
+    a, b = saved.plain(), given.plain()
+    for run in (a, b):
+        run["training"] = {key: value for key, value in run["training"].items() if key not in SPREAD}
     name = next((name for name in a if name != "out" and a[name] != b[name]), None)
     return name and f"its {name} is {a[name]!r}, not {b[name]!r}"
 

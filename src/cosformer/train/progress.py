@@ -48,6 +48,9 @@ class Metrics(TrainerCallback):
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
+    def on_save(self, args, state, control, **kwargs):
+        self.last = (self.seconds + time.perf_counter() - self.begun, self.last[1])  # the speed is that of training
+
     def on_train_end(self, args, state, control, **kwargs):
         self.training = False
 

@@ -83,8 +83,12 @@ class Run:
             if value is not None and value < 1:
                 raise SettingsError(f"{name} is {value}; it must be at least 1")
 
+    def plain(self) -> dict[str, Any]:
+        """The settings as JSON gives them back: a tuple is a list, a path a string."""
+        return json.loads(json.dumps(dataclasses.asdict(self), default=str))
+
     def save(self, path: Path) -> None:
-        write(path, json.dumps(dataclasses.asdict(self), indent=1, default=str) + "\n")
+        write(path, json.dumps(self.plain(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "Run":
@@ -98,7 +102,8 @@ def training_types() -> dict[str, Any]:
     """The arguments of transformers' Seq2SeqTrainingArguments and what each may be."""
     from transformers import Seq2SeqTrainingArguments
 
-    return {field.name: field.type for field in dataclasses.fields(Seq2SeqTrainingArguments) if field.init}
+    found: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Seq2SeqTrainingArguments) if field.init}
+    return found | {"fsdp": bool | str | None}  # said to be a string, and taken as a bool
 
 
 def check_type(name: str, value: Any, kind: Any) -> None:
