@@ -17,7 +17,7 @@ from transformers import TrainerCallback
 from cosformer import generate, models, tasks, train
 from cosformer.train import evaluate, finetune, loop
 from cosformer.train.progress import Interrupt, read
-from cosformer.train.settings import merge, parser, read_recipe
+from cosformer.train.settings import merge, parse, parser, read_recipe
 
 FEW = [24, 8, 8]
 COPY = {"length": 8, "examples": FEW}
@@ -29,7 +29,6 @@ QUIET = TrainerCallback()
 def here(tmp_path, monkeypatch):
     """Runs go to a folder of their own; prepared data is shared by the tests of a process."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COSFORMER_CACHE", str(Path(os.environ.get("PYTEST_XDIST_TESTRUNUID", tmp_path.parent)) / "cache"))
     monkeypatch.setenv("COSFORMER_CACHE", str(tmp_path.parent / "cache"))
 
 
@@ -63,19 +62,16 @@ def checkpoints(out="run") -> list[str]:
     return sorted(path.name for path in Path(out).glob("checkpoint-*"))
 
 
-class At(TrainerCallback):
-    """Does something at the end of a step."""
+class Signal(TrainerCallback):
+    """Sends the process a signal in a step, or two."""
 
-    def __init__(self, step, do):
-        self.step, self.do = step, do
+    def __init__(self, step, number=signal.SIGINT, times=1):
+        self.step, self.number, self.times = step, number, times
 
-    def on_step_end(self, args, state, control, **kwargs):
-        if state.global_step == self.step:
-            self.do()
-
-
-def after(step, number=signal.SIGINT):
-    return At(step, lambda: os.kill(os.getpid(), number))
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step + 1 == self.step:
+            for _ in range(self.times):
+                os.kill(os.getpid(), self.number)
 
 
 # What a run leaves behind
@@ -116,8 +112,8 @@ def test_tensorboard_files_are_written():
     go(dataclasses.replace(run, training={k: v for k, v in run.training.items() if k != "report_to"}))
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    (events,) = Path("run").rglob("events.out.tfevents*")
-    found = EventAccumulator(str(events)).Reload()
+    files = [EventAccumulator(str(path)).Reload() for path in Path("run").rglob("events.out.tfevents*")]
+    (found,) = (file for file in files if "train/loss" in file.Tags()["scalars"])  # the final scores have a file of their own
     assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
     assert [event.step for event in found.Scalars("eval/accuracy")] == [2, 4, 6]
 
@@ -149,7 +145,7 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(number):
     go(run_of(out="whole"))
     handlers = [signal.getsignal(n) for n in Interrupt.signals]
     with pytest.raises(train.Interrupted, match=f"interrupted by {number.name} at step 3; --resume goes on from run/checkpoint-3"):
-        go(watch=after(3, number))
+        go(watch=Signal(3, number))
     assert "checkpoint-3" in checkpoints() and not Path("run/result.json").exists()
     assert handlers == [signal.getsignal(n) for n in Interrupt.signals]
     result, whole = go(resume=True), json.loads(Path("whole/result.json").read_text())
@@ -161,23 +157,11 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(number):
 
 
 def test_a_second_ctrl_c_stops_at_once_and_sigterm_twice_does_not():
-    def twice(number):
-        os.kill(os.getpid(), number)
-        os.kill(os.getpid(), number)
-
-    class InStep(TrainerCallback):
-        def on_step_begin(self, args, state, control, **kwargs):
-            if state.global_step == 2:
-                twice(self.number)
-
-    watch = InStep()
-    watch.number = signal.SIGINT
     with pytest.raises(KeyboardInterrupt):
-        go(watch=watch)
+        go(watch=Signal(3, signal.SIGINT, times=2))
     assert steps() == [1, 2]
-    watch.number = signal.SIGTERM
     with pytest.raises(train.Interrupted):
-        go(run_of(out="b"), watch=watch)
+        go(run_of(out="b"), watch=Signal(3, signal.SIGTERM, times=2))
 
 
 def test_exit_codes_of_the_command(monkeypatch, capsys):
@@ -217,7 +201,7 @@ def test_killed_after_the_last_step_it_does_not_take_another():
 
 def test_a_half_written_checkpoint_and_a_half_written_line_are_passed_over():
     with pytest.raises(train.Interrupted):
-        go(watch=after(4))
+        go(watch=Signal(4))
     shutil.copytree("run/checkpoint-4", "run/checkpoint-5")
     Path("run/checkpoint-5/complete").unlink()
     Path("run/checkpoint-5/model.safetensors").write_bytes(b"half")
@@ -231,7 +215,7 @@ def test_a_half_written_checkpoint_and_a_half_written_line_are_passed_over():
 
 def test_a_folder_in_use_is_refused():
     with pytest.raises(train.Interrupted):
-        go(watch=after(1))
+        go(watch=Signal(1))
     before = checkpoints()
     with pytest.raises(train.SettingsError, match="run already holds a run; resume it, or choose another folder"):
         go()
@@ -247,7 +231,7 @@ def test_a_folder_in_use_is_refused():
 
 def test_another_spread_of_the_same_batch_goes_on():
     with pytest.raises(train.Interrupted):
-        go(watch=after(2))
+        go(watch=Signal(2))
     go(run_of(training={"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}), resume=True)
     go(run_of(out="whole"))
     a, b = ([row["loss"] for row in read(Path(out) / "metrics.jsonl") if "loss" in row] for out in ("run", "whole"))
@@ -298,7 +282,7 @@ def test_a_full_disk_stops_with_a_word_and_the_run_goes_on_later(monkeypatch, fi
         return full and file in str(path) and ("4" in str(path) or (len(checkpoints_of()) > 0 and "checkpoint" not in str(path)))
 
     def checkpoints_of():
-        return [path for path in Path("run").glob("checkpoint-*/complete")]
+        return list(Path("run").glob("checkpoint-*/complete"))
 
     def failing(original, place):
         def write(*args, **kwargs):
@@ -355,8 +339,7 @@ def test_a_full_disk_stops_with_a_word_and_the_run_goes_on_later(monkeypatch, fi
 
 
 def merged(*argv: str):
-    given, rest = parser("cosformer train", "", task="?").parse_known_args(argv)
-    return merge(given, rest)
+    return merge(*parse(parser("cosformer train", "", task="?"), list(argv)))
 
 
 def test_the_command_line_wins_over_a_recipe():
@@ -549,13 +532,13 @@ def test_pretraining_first_goes_on_at_either_stage(stage):
     run = run_of("listops", task_settings=LISTOPS, pretrain={"max_steps": 4}, test_examples=4)
     go(dataclasses.replace(run, out="whole"))
 
-    class Stop(TrainerCallback):
-        def on_step_end(self, args, state, control, **kwargs):
-            if state.global_step == 3 and ("pretrain" in args.output_dir) == (stage == "pretrain"):
-                os.kill(os.getpid(), signal.SIGINT)
+    class Stop(Signal):
+        def on_step_begin(self, args, *rest, **kwargs):
+            if ("pretrain" in args.output_dir) == (stage == "pretrain"):
+                super().on_step_begin(args, *rest, **kwargs)
 
     with pytest.raises(train.Interrupted):
-        go(run, watch=Stop())
+        go(run, watch=Stop(3))
     assert Path("run/pretrain/result.json").exists() == (stage == "train")
     result = go(run, resume=True)
     assert same("run", "whole") and same("run/pretrain", "whole/pretrain") and result["steps"] == 6

@@ -33,19 +33,25 @@ def run_of(out: Path):
     return train.Run(task="classify", out=str(out), size="toy", task_settings=settings, model_fields=fields, training=training)
 
 
-def child(out: Path) -> int:
-    """Train, or go on; the process id."""
+def child(out: Path) -> tuple[int, int]:
+    """Train, or go on; the process id, and a pipe that says when training begins."""
+    begun, tell = os.pipe()
     pid = os.fork()
     if pid:
-        return pid
+        os.close(tell)
+        return pid, begun
     from transformers import TrainerCallback
 
     from cosformer import train
 
+    class Tell(TrainerCallback):
+        def on_train_begin(self, args, state, control, **kwargs):
+            os.write(tell, b".")
+
     code = 1
     try:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        train.train(run_of(out), resume=True, watch=TrainerCallback())
+        train.train(run_of(out), resume=True, watch=Tell())
         code = 0
     except BaseException:
         import traceback
@@ -59,6 +65,16 @@ def wait(pid: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
+def finish(out: Path) -> float:
+    """Let a run end by itself; the seconds it trained."""
+    pid, begun = child(out)
+    os.read(begun, 1)
+    start = time.monotonic()
+    assert wait(pid) == 0
+    os.close(begun)
+    return time.monotonic() - start
+
+
 def states(out: Path) -> str:
     """What a kill found: which checkpoint is last, and whether one was half written."""
     complete = sorted(int(p.parent.name.split("-")[1]) for p in out.glob("checkpoint-*/complete"))
@@ -69,30 +85,31 @@ def states(out: Path) -> str:
 def drive(folder: Path) -> None:
     import torch
 
-    import cosformer.train  # noqa: F401  once, before the first fork
+    from cosformer import train
 
     torch.set_num_threads(1)
-    began = time.monotonic()
-    assert wait(child(folder / "whole")) == 0
-    took = time.monotonic() - began
-    rng, kills, halves, failures = random.Random(SEED), [], 0, 0
-    attempt = 0
-    while len(kills) < KILLS:
-        out = folder / f"killed-{attempt}"
-        attempt += 1
-        while len(kills) < KILLS:
-            pid = child(out)
-            time.sleep(rng.uniform(0.15, 0.6) * took)
+    train.quieten()
+    took = finish(folder / "whole")
+    rng, kills, runs, halves, failures = random.Random(SEED), 0, 0, 0, 0
+    while kills < KILLS:
+        out = folder / f"killed-{runs}"
+        runs += 1
+        while kills < KILLS:
+            pid, begun = child(out)
+            if rng.random() < 0.9:  # one in ten dies before it trains
+                os.read(begun, 1)
+            time.sleep(rng.uniform(0, 0.4) * took)
             os.kill(pid, signal.SIGKILL)
             code = wait(pid)
+            os.close(begun)
             if code == 0:
                 break
+            kills += 1
             failures += code != -signal.SIGKILL
-            kills.append(code)
             halves += "half written []" not in states(out)
-            print(f"kill {len(kills)}: exit {code}, {states(out)}", flush=True)
-        assert wait(child(out)) == 0
-    print(json.dumps({"runs": attempt, "kills": len(kills), "half_written": halves, "failures": failures, "seconds": took}))
+            print(f"kill {kills}: exit {code}, {states(out)}", flush=True)
+        finish(out)
+    print(json.dumps({"runs": runs, "kills": kills, "half_written": halves, "failures": failures, "seconds": took}))
 
 
 @pytest.fixture(scope="module")

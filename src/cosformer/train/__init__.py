@@ -30,7 +30,7 @@ from transformers.utils import logging
 from .. import models, tasks
 from .loop import UNWRITABLE, Interrupted, Loop, Stopped, last_checkpoint, remove_incomplete
 from .progress import OWN, Bar, Interrupt, Metrics, clock, show, write
-from .settings import DEFAULTS, Run, SettingsError, merge, parser
+from .settings import DEFAULTS, Run, SettingsError, merge, parse, parser
 
 SPREAD = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "fsdp", "fsdp_config")
 
@@ -72,7 +72,7 @@ def refused(errors: Any, what: str) -> Iterator[None]:
     except (SettingsError, tasks.DataError):
         raise
     except errors as error:
-        raise SettingsError(f"{what}: {error}") from error
+        raise SettingsError(f"{what}: {' '.join(str(error).split())}") from error
 
 
 def build_task(run: Run) -> tasks.Task:
@@ -320,10 +320,10 @@ def one_line(prog: str) -> Iterator[None]:
 
 
 def command(p: argparse.ArgumentParser, argv: list[str], *, task: str | None = None) -> None:
-    given, rest = p.parse_known_args(argv)
     quieten()
     with one_line(p.prog):
-        settings = merge(given, rest, task=task)
+        given, training = parse(p, argv)
+        settings = merge(given, training, task=task)
         if getattr(given, "pretrain_first", False):
             settings["pretrain"] = settings.get("pretrain") or {}
         run = Run(**settings)

@@ -9,7 +9,7 @@ from typing import Any
 
 from .. import models, tasks
 from . import Run, SettingsError, build_task, new_model, one_line, quieten, scores, trainer_of
-from .settings import merge, parser
+from .settings import merge, parse, parser
 
 
 def evaluate(run: Run, model: str | Path, *, split: str = "test") -> dict[str, float]:
@@ -29,14 +29,14 @@ def main(argv: list[str]) -> None:
     p.add_argument("task", nargs="?", help="another task than the one it was trained on")
     p.add_argument("--split", choices=tasks.SPLITS, default="test")
     p.add_argument("--json", action="store_true", default=False, help="print one JSON object")
-    given, rest = p.parse_known_args(argv)
     quieten()
     with one_line(p.prog):
-        found = evaluate(run_of(given, rest), given.model, split=given.split)
+        given, training = parse(p, argv)
+        found = evaluate(run_of(given, training), given.model, split=given.split)
     print(json.dumps(found) if given.json else "\n".join(f"{key:<20} {value:.6g}" for key, value in found.items()))
 
 
-def run_of(given: argparse.Namespace, rest: list[str]) -> Run:
+def run_of(given: argparse.Namespace, training: dict[str, Any]) -> Run:
     """The run a model comes from, with what the command line changes."""
     if not (given.model / "config.json").exists():
         raise SettingsError(f"{given.model} holds no model (config.json)")
@@ -46,7 +46,7 @@ def run_of(given: argparse.Namespace, rest: list[str]) -> Run:
         saved = dataclasses.asdict(Run.load(folder / "run.json"))
     if not saved and getattr(given, "task", None) is None:
         raise SettingsError(f"{given.model} has no run.json, so name the task")
-    said = merge(given, rest, task=saved.get("task"))
+    said = merge(given, training, task=saved.get("task"))
     if said["task"] == saved.get("task"):
         for table in ("task_settings", "training"):
             said[table] = saved[table] | said.get(table, {})

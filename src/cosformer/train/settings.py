@@ -102,8 +102,9 @@ def training_types() -> dict[str, Any]:
     """The arguments of transformers' Seq2SeqTrainingArguments and what each may be."""
     from transformers import Seq2SeqTrainingArguments
 
-    found: dict[str, Any] = {field.name: field.type for field in dataclasses.fields(Seq2SeqTrainingArguments) if field.init}
-    return found | {"fsdp": bool | str | None}  # said to be a string, and taken as a bool
+    hints = typing.get_type_hints(Seq2SeqTrainingArguments)  # not field.type, which HfArgumentParser rewrites
+    hints["fsdp"] = bool | str | None  # said to be a string, and taken as a bool
+    return {field.name: hints[field.name] for field in dataclasses.fields(Seq2SeqTrainingArguments) if field.init}
 
 
 def check_type(name: str, value: Any, kind: Any) -> None:
@@ -170,7 +171,26 @@ def parser(prog: str, description: str, *, task: str | None) -> argparse.Argumen
     return p
 
 
-def merge(given: argparse.Namespace, rest: list[str], *, task: str | None = None) -> dict[str, Any]:
+def parse(p: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Our arguments, and what was said of transformers'. Theirs are taken out first, or a value of theirs could be our task."""
+    from transformers import HfArgumentParser, Seq2SeqTrainingArguments
+
+    theirs = HfArgumentParser(
+        Seq2SeqTrainingArguments, argument_default=argparse.SUPPRESS, allow_abbrev=False, add_help=False, exit_on_error=False
+    )
+    for action in theirs._actions:
+        action.default, action.required = argparse.SUPPRESS, False
+    try:
+        training, rest = theirs.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise SettingsError(str(error)) from None
+    given, unknown = p.parse_known_args(rest)
+    if unknown:
+        raise SettingsError(f"unknown argument {unknown[0]!r}; see --help")
+    return given, vars(training)
+
+
+def merge(given: argparse.Namespace, training: dict[str, Any], *, task: str | None = None) -> dict[str, Any]:
     """The settings of a recipe, if there is one, under those of the command line; `task` if neither names one."""
     said = vars(given)
     found = read_recipe(said["recipe"]) if "recipe" in said else {}
@@ -187,7 +207,7 @@ def merge(given: argparse.Namespace, rest: list[str], *, task: str | None = None
         if found.get(TABLES[table]) is None:
             found[TABLES[table]] = {}
         found[TABLES[table]][key] = _value(value)
-    found["training"] = found.get("training", {}) | _trainer_arguments(rest)
+    found["training"] = found.get("training", {}) | training
     if found["task"] is None:
         raise SettingsError("no task: name one, or give a --recipe that does")
     found.setdefault("out", f"runs/{found['task']}-{found.get('mixer', 'cosformer')}")
@@ -200,21 +220,3 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
         return text
-
-
-def _trainer_arguments(rest: list[str]) -> dict[str, Any]:
-    """What was said of transformers' arguments, and nothing of what was not."""
-    from transformers import HfArgumentParser, Seq2SeqTrainingArguments
-
-    p = HfArgumentParser(
-        Seq2SeqTrainingArguments, argument_default=argparse.SUPPRESS, allow_abbrev=False, add_help=False, exit_on_error=False
-    )
-    for action in p._actions:
-        action.default, action.required = argparse.SUPPRESS, False
-    try:
-        known, unknown = p.parse_known_args(rest)
-    except argparse.ArgumentError as error:
-        raise SettingsError(str(error)) from None
-    if unknown:
-        raise SettingsError(f"unknown argument {unknown[0]!r}; see --help")
-    return vars(known)

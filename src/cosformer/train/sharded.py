@@ -26,6 +26,20 @@ class Sharded(Seq2SeqTrainer):
             AcceleratorState._shared_state["fsdp_plugin"] = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
             self.is_fsdp_enabled = True
 
+    def _prepare_for_training(self, *args: Any):
+        """accelerate gives the embeddings a group of their own, and torch wants tied parameters in one group. Where more is tied
+        than the two embeddings, such as the bias of BERT's head, they are better left to the group of all the rest."""
+        model, names = self.model, ("get_input_embeddings", "get_output_embeddings")
+        if not self.is_fsdp_enabled or len(model._tied_weights_keys or ()) < 2:
+            return super()._prepare_for_training(*args)
+        for name in names:
+            setattr(model, name, lambda: None)
+        try:
+            return super()._prepare_for_training(*args)
+        finally:
+            for name in names:
+                delattr(model, name)
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not self.is_fsdp_enabled:
             super().save_model(output_dir, _internal_call)
