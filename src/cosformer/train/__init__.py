@@ -54,14 +54,18 @@ def train(run: Run, *, resume: bool = False, watch: TrainerCallback | None = Non
     processes = PartialState(cpu=not torch.cuda.is_available())
     with processes.main_process_first():  # it prepares the data, the others find it; all have looked at the folder by then
         task = build_task(run)
-    if processes.is_main_process:
+    new = processes.is_main_process and not (out / "run.json").exists()
+    if new:
         with refused(OSError, "out"):
             out.mkdir(parents=True, exist_ok=True)
             run.save(out / "run.json")
-    start = run.start
-    if run.pretrain is not None:
-        start = pretrain(run, task, watch=watch)
-    return _train(run, task, start=start, watch=watch)
+    try:
+        start = run.start if run.pretrain is None else pretrain(run, task, watch=watch)
+        return _train(run, task, start=start, watch=watch)
+    except SettingsError:
+        if new:  # it never was a run; the next attempt finds the folder free
+            (out / "run.json").unlink()
+        raise
 
 
 @contextmanager

@@ -48,6 +48,11 @@ class Loop(Sharded):
         finally:
             self.args.dataloader_drop_last = drop
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any):
+        """Seq2SeqTrainer counts again what fills up the last batch of several processes."""
+        self.gather_function = self.accelerator.gather_for_metrics
+        return super().evaluation_loop(*args, **kwargs)
+
     def _init_training_state(self, *args: Any):
         found = super()._init_training_state(*args)
         if self.args.world_size > 1:  # or dropout would hide the same places in every process
