@@ -254,10 +254,9 @@ def test_a_nan_stops_and_leaves_the_last_good_checkpoint(monkeypatch, what):
 
     name = {"loss": "compute_loss", "gradient's norm": "_clip_grad_norm"}[what]
     original = getattr(loop.Loop, name)
-    monkeypatch.setattr(loop.Loop, name, spoil)
-    with pytest.raises(
-        train.Stopped, match=f"the {what} is nan at step 5; start again from run/checkpoint-4 .--start. with a lower"
-    ):
+    said = f"the {what} is nan at step 5; start again from run/checkpoint-4 .--start. with a lower"
+    with monkeypatch.context() as patch, pytest.raises(train.Stopped, match=said):
+        patch.setattr(loop.Loop, name, spoil)
         go()
     assert checkpoints()[-1] == "checkpoint-4" and all(tensor.isfinite().all() for tensor in weights("run/checkpoint-4").values())
     assert go(run_of(out="again", start="run/checkpoint-4"))["steps"] == 6
