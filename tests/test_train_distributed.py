@@ -110,10 +110,14 @@ class TestTwoProcesses:
         got, want = (json.loads((alone / f"{task}-{name}" / "result.json").read_text()) for name in (how, "alone"))
         metric = want["metric"]
         assert got["test"][metric] == pytest.approx(want["test"][metric], rel=1e-4)
-        assert (got["tokens"], got["parameters"], got["steps"]) == (want["tokens"], want["parameters"], want["steps"])
-        assert evaluate.evaluate(run_of(alone, task, "alone", processes=1), alone / f"{task}-{how}") == pytest.approx(
-            got["test"], rel=1e-4
-        )
+        same = ("parameters", "steps", "best_step") + (
+            ("tokens",) if task != "classify" else ()
+        )  # classify pads, each batch its way
+        assert [got[key] for key in same] == [want[key] for key in same]
+        found = evaluate.evaluate(run_of(alone, task, "alone", processes=1), alone / f"{task}-{how}")
+        for scores in (found, got["test"]):
+            scores.pop("loss")  # the Trainer's mean of means of batches, which are others in one process
+        assert found == pytest.approx(got["test"], rel=1e-4)
         a, b = (load_file(alone / f"{task}-{name}" / "model.safetensors") for name in (how, "alone"))
         assert a.keys() == b.keys()
         for name in a:
