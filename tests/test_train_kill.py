@@ -12,8 +12,6 @@ import sys
 import time
 from pathlib import Path
 
-import pytest
-
 KILLS = 20
 STEPS = 24
 SEED = 7
@@ -112,34 +110,23 @@ def drive(folder: Path) -> None:
     print(json.dumps({"runs": runs, "kills": kills, "half_written": halves, "failures": failures, "seconds": took}))
 
 
-@pytest.fixture(scope="module")
-def killed(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("kill")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
-    done = subprocess.run(
-        [sys.executable, __file__, str(folder)], capture_output=True, text=True, timeout=300, env=environment, check=False
-    )
-    print(f"seed {SEED}\n{done.stdout}\n{done.stderr}")
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return folder, json.loads(done.stdout.splitlines()[-1])
-
-
-def test_twenty_kills_and_no_resume_fails(killed):
-    _, found = killed
-    assert found["kills"] == KILLS and found["failures"] == 0, found
-    assert found["half_written"] > 0, "no kill met a checkpoint half written; the test is weaker than it should be"
-
-
-def test_the_end_is_that_of_an_uninterrupted_run(killed):
+def test_twenty_kills_and_every_run_ends_as_if_nothing_had_happened(tmp_path):
     import torch
     from safetensors.torch import load_file
 
     from cosformer.train.progress import read
 
-    folder, found = killed
-    whole = folder / "whole"
-    timed = ("seconds", "tokens_per_second")
-    for out in (folder / f"killed-{i}" for i in range(found["runs"])):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    command = [sys.executable, __file__, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    print(f"seed {SEED}\n{done.stdout}\n{done.stderr}")
+    assert done.returncode == 0
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert found["kills"] == KILLS and found["failures"] == 0, found
+    assert found["half_written"] > 0, "no kill met a checkpoint half written; the test is weaker than it should be"
+
+    whole, timed = tmp_path / "whole", ("seconds", "tokens_per_second")
+    for out in (tmp_path / f"killed-{i}" for i in range(found["runs"])):
         for name in ("model.safetensors", f"checkpoint-{STEPS}/model.safetensors"):
             a, b = load_file(out / name), load_file(whole / name)
             assert all(torch.equal(a[key], b[key]) for key in b) and a.keys() == b.keys()

@@ -103,7 +103,8 @@ def _train(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallb
     began = time.perf_counter()
     with Interrupt() as interrupt:
         model = new_model(run, task, start=start)
-        trainer = trainer_of(run, task, model, [interrupt, Metrics(out / "metrics.jsonl"), watch or Bar()])
+        metrics = Metrics(out / "metrics.jsonl")
+        trainer = trainer_of(run, task, model, [interrupt, metrics, watch or Bar()])
         first = trainer.is_world_process_zero()
         if first:
             remove_incomplete(out)
@@ -131,7 +132,7 @@ def _train(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallb
                 "best_step": trainer.state.best_global_step,
                 "steps": trainer.state.global_step,
                 "tokens": trainer.state.num_input_tokens_seen,
-                "seconds": round(time.perf_counter() - began, 1),
+                "seconds": round(metrics.seconds + time.perf_counter() - began, 1),  # and those before it was resumed
                 "parameters": models.parameters(model),
             }
             if first:
