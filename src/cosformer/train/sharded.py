@@ -46,7 +46,8 @@ class Sharded(Seq2SeqTrainer):
             return
         weights = dcp.get_model_state_dict(self.model, options=WHOLE)  # every process takes part; the first gets them
         if self.args.should_save:
-            self._save(output_dir, state_dict=weights)
+            tied = self.model.all_tied_weights_keys  # saved once, as one process does
+            self._save(output_dir, state_dict={name: tensor for name, tensor in weights.items() if name not in tied})
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.is_fsdp_enabled:
