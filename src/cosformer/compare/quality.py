@@ -75,9 +75,9 @@ def cell(subject: Subject, mixer: str, seed: int, *, steps: int, out: Path, watc
     try:
         models.config_of(task, mixer=mixer, size=subject.size, fields=subject.model_fields)
         result = train.train(run, resume=True, watch=watch)
+    except train.Interrupted:
+        raise
     except train.Stopped as stopped:
-        if "interrupted" in str(stopped):
-            raise
         return row | {"status": "failed", "reason": str(stopped).split(";")[0]}
     except ValueError as error:
         return row | {"status": "refused", "reason": str(error)}

@@ -2,7 +2,8 @@
 
 `CosformerForPairClassification` is Long-Range Arena's model of two texts, read one by one: [a, b, a * b, a - b] through an MLP.
 
-BERT's heads average their loss themselves, so the Trainer must not hand them num_items_in_batch (`accepts_loss_kwargs`).
+BERT's heads average their loss over a batch themselves, so the Trainer must not hand them num_items_in_batch
+(`accepts_loss_kwargs`). That is right for classes, one a row; masked tokens are not as many in every batch, so there it is taken.
 """
 
 import torch
@@ -16,6 +17,7 @@ from transformers.models.bert.modeling_bert import (
     BertPreTrainedModel,
     BertSelfAttention,
 )
+from transformers.utils import can_return_tuple
 
 from .configuration import CosformerEncoderConfig
 from .mixing import CosformerPreTrained, check_padding_mask, packed_boundaries, refuse_weights, self_mixing
@@ -79,12 +81,22 @@ def mean(hidden: Tensor, mask: Tensor | None) -> Tensor:
 
 class CosformerForMaskedLM(CosformerPreTrained, BertForMaskedLM):
     config: CosformerEncoderConfig
-    accepts_loss_kwargs = False
 
     def __init__(self, config: CosformerEncoderConfig):
         super().__init__(config)
         self.bert = CosformerEncoderModel(config, add_pooling_layer=False)
         self.post_init()
+
+    @can_return_tuple
+    def forward(self, input_ids=None, attention_mask=None, *args, labels=None, num_items_in_batch=None, **kwargs):
+        """BERT's. `num_items_in_batch`, from the Trainer: the hidden tokens of all processes and accumulated batches together;
+        the loss is this batch's share of their mean."""
+        if labels is not None and num_items_in_batch is None:
+            kwargs["labels"] = labels
+        out = super().forward(input_ids, attention_mask, *args, return_dict=True, **kwargs)
+        if labels is not None and num_items_in_batch is not None:
+            out.loss = nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
+        return out
 
 
 class CosformerForSequenceClassification(CosformerPreTrained, BertForSequenceClassification):

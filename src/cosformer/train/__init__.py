@@ -1,162 +1,256 @@
 """cosformer train: one run, model + task + arguments -> a model, its scores and everything needed to go on or do it again.
 
-OUT/run.json          the settings, resolved            OUT/checkpoint-N/    the last and the best, to resume from
-OUT/metrics.jsonl     what was logged                   OUT/config.json ...  the best model, as from_pretrained reads it
-OUT/result.json       the final scores; there when the run is finished
+OUT/run.json          the settings, as given            OUT/checkpoint-N/    the last and the best, to resume from
+OUT/resolved.json     all of them, and the versions     OUT/config.json ...  the best model, as from_pretrained reads it
+OUT/metrics.jsonl     what was logged                   OUT/result.json      the final scores; there when the run is finished
+
+The same command works under torchrun: every process runs this code, and the first one writes.
 """
 
 import argparse
 import dataclasses
+import importlib.util
 import json
+import os
+import platform
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import Subset
-from transformers import PreTrainedModel, PrinterCallback, Seq2SeqTrainingArguments, TrainerCallback
+from accelerate import PartialState
+from torch.utils.data import Dataset, Subset
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PrinterCallback, Seq2SeqTrainingArguments, TrainerCallback
 from transformers.utils import logging
 
 from .. import models, tasks
-from .loop import Loop, Stopped, last_checkpoint, remove_incomplete
-from .progress import OWN, Bar, Interrupt, Metrics, clock, show
+from .loop import UNWRITABLE, Interrupted, Loop, Stopped, last_checkpoint, remove_incomplete
+from .progress import OWN, Bar, Interrupt, Metrics, clock, show, write
 from .settings import DEFAULTS, Run, SettingsError, merge, parse, parser
 
-__all__ = ["Run", "SettingsError", "Stopped", "train"]
+SPREAD = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "fsdp", "fsdp_config")
+
+__all__ = ["Interrupted", "Run", "SettingsError", "Stopped", "train"]
 
 
 def train(run: Run, *, resume: bool = False, watch: TrainerCallback | None = None) -> dict[str, Any]:
     """Carry out a run and return its result; a finished one is not done again.
 
     `resume` goes on from the last complete checkpoint of `run.out`, or begins if there is none. `watch` is shown the progress
-    in the place of a bar. Raises `Stopped` where training cannot go on or was interrupted; it can then be resumed.
+    in the place of a bar. Raises `SettingsError` where a setting cannot be, and `Stopped` where training cannot go on;
+    `Interrupted` is a `Stopped`.
     """
     out = Path(run.out)
     if (out / "run.json").exists() and not resume:
         raise SettingsError(f"{out} already holds a run; resume it, or choose another folder")
-    if resume and (out / "run.json").exists() and (saved := Run.load(out / "run.json")) != run:
-        raise SettingsError(f"{out} holds another run: {difference(saved, run)}")
+    if (out / "run.json").exists() and (difference := first_difference(Run.load(out / "run.json"), run)):
+        raise SettingsError(f"{out} holds another run: {difference}")
     if (out / "result.json").exists():
         return json.loads((out / "result.json").read_text())
-    task = tasks.build(run.task, **run.task_settings)
-    out.mkdir(parents=True, exist_ok=True)
-    run.save(out / "run.json")
-    start = run.start
-    if run.pretrain is not None:
-        start = pretrain(run, task, resume=resume, watch=watch)
-    return _train(run, task, start=start, watch=watch)
+    processes = PartialState(cpu=not torch.cuda.is_available())
+    with processes.main_process_first():  # it prepares the data, the others find it; all have looked at the folder by then
+        task = build_task(run)
+    new = processes.is_main_process and not (out / "run.json").exists()
+    if new:
+        with refused(OSError, "out"):
+            out.mkdir(parents=True, exist_ok=True)
+            run.save(out / "run.json")
+    try:
+        start = run.start if run.pretrain is None else pretrain(run, task, watch=watch)
+        return _train(run, task, start=start, watch=watch)
+    except SettingsError:
+        if new:  # it never was a run; the next attempt finds the folder free
+            (out / "run.json").unlink()
+        raise
 
 
-def pretrain(run: Run, task: tasks.Task, *, resume: bool, watch: TrainerCallback | None) -> str:
+@contextmanager
+def refused(errors: Any, what: str) -> Iterator[None]:
+    """What a setting made others raise, as a SettingsError that names it."""
+    try:
+        yield
+    except (SettingsError, tasks.DataError):
+        raise
+    except errors as error:
+        raise SettingsError(f"{what}: {' '.join(str(error).split())}") from error
+
+
+def build_task(run: Run) -> tasks.Task:
+    with refused((ValueError, TypeError, OSError), f"task {run.task!r}"):
+        return tasks.build(run.task, **run.task_settings)
+
+
+def pretrain(run: Run, task: tasks.Task, *, watch: TrainerCallback | None) -> str:
     """Masked pre-training on the task's own inputs; where its model is."""
     out = Path(run.out) / "pretrain"
     first = dataclasses.replace(
         run, out=str(out), training=run.training | (run.pretrain or {}), pretrain=None, about=f"pre-training of: {run.about}"
     )
     if not (out / "result.json").exists():
+        with refused(ValueError, "pretrain"):
+            before = tasks.pretraining(task, seed=first.training.get("seed", DEFAULTS["seed"]))
         out.mkdir(parents=True, exist_ok=True)
-        _train(first, tasks.pretraining(task, seed=first.training.get("seed", DEFAULTS["seed"])), start=run.start, watch=watch)
+        _train(first, before, start=run.start, watch=watch)
     return str(out)
 
 
 def _train(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallback | None) -> dict[str, Any]:
     out = Path(run.out)
-    remove_incomplete(out)
     began = time.perf_counter()
     with Interrupt() as interrupt:
         model = new_model(run, task, start=start)
-        trainer = trainer_of(run, task, model, [interrupt, Metrics(out / "metrics.jsonl"), watch or Bar()])
-        if trainer.is_world_process_zero() and watch is None:
-            announce(run, task, trainer.model)
+        metrics = Metrics(out / "metrics.jsonl")
+        trainer = trainer_of(run, task, model, [interrupt, metrics, watch or Bar()])
+        first = trainer.is_world_process_zero()
+        if first:
+            remove_incomplete(out)
+            if watch is None:
+                announce(run, task, model)
+        trainer.accelerator.wait_for_everyone()
         last = last_checkpoint(out)
+        if last is not None:
+            check_batch(out, trainer)
         trainer.args.eval_on_start &= last is None  # the start is behind
         try:
+            if first:
+                write(out / "resolved.json", json.dumps(resolved(run, task, trainer, last), indent=1, default=str) + "\n")
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
-        except OSError as error:
+            if interrupt.asked is not None and trainer.state.global_step < trainer.state.max_steps:
+                at = f"interrupted by {interrupt.asked} at step {trainer.state.global_step}"
+                raise Interrupted(f"{at}; {trainer.what_is_left()}")
+            trainer.save_model(str(out))
+            found = {split: scores(trainer, task, split, examples=run.test_examples) for split in ("validation", "test")}
+            result = {
+                "task": task.name,
+                "mixer": run.mixer,
+                "metric": task.metric,
+                "greater_is_better": task.greater_is_better,
+                **found,
+                "best_step": trainer.state.best_global_step,
+                "steps": trainer.state.global_step,
+                "tokens": trainer.state.num_input_tokens_seen,
+                "seconds": round(metrics.seconds + time.perf_counter() - began, 1),  # and those before it was resumed
+                "parameters": models.parameters(model),
+            }
+            if first:
+                write(out / "result.json", json.dumps(result, indent=1) + "\n")
+        except UNWRITABLE as error:
             raise Stopped(f"{error}; {trainer.what_is_left()}") from error
-        if interrupt.asked is not None and trainer.state.global_step < trainer.state.max_steps:
-            raise Stopped(f"interrupted by {interrupt.asked} at step {trainer.state.global_step}; {trainer.what_is_left()}")
-    trainer.save_model(str(out))
-    found = {split: scores(trainer, task, split, examples=run.test_examples) for split in ("validation", "test")}
-    result = {
-        "task": task.name,
-        "mixer": run.mixer,
-        "metric": task.metric,
-        "greater_is_better": task.greater_is_better,
-        **found,
-        "best_step": trainer.state.best_global_step,
-        "steps": trainer.state.global_step,
-        "tokens": trainer.state.num_input_tokens_seen,
-        "seconds": round(time.perf_counter() - began, 1),
-        "parameters": models.parameters(trainer.model),
-    }
-    if trainer.is_world_process_zero():
-        draft = out / "result.json.draft"
-        draft.write_text(json.dumps(result, indent=1) + "\n")
-        draft.rename(out / "result.json")
     return result
+
+
+def check_batch(out: Path, trainer: Loop) -> None:
+    """A run may go on with another number of processes, but not with other batches."""
+    before, now = json.loads((out / "resolved.json").read_text())["batch"], trainer.get_total_train_batch_size(trainer.args)
+    if before != now:
+        raise SettingsError(
+            f"{out} was trained with {before} examples a step, now it would be {now}; per_device_train_batch_size x "
+            f"gradient_accumulation_steps x {trainer.args.world_size} process(es) must be {before}"
+        )
+
+
+def resolved(run: Run, task: tasks.Task, trainer: Loop, last: Path | None) -> dict[str, Any]:
+    """Everything a run depends on, defaults included, to be read by people."""
+    packages = ("torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors", "numpy")
+    return {
+        "run": run.plain(),
+        "task": dict(task.settings),
+        "model": trainer.model.config.to_dict(),
+        "training": trainer.args.to_dict(),
+        "processes": trainer.args.world_size,
+        "batch": trainer.get_total_train_batch_size(trainer.args),
+        "device": str(trainer.args.device),
+        "resumed_from": None if last is None else last.name,
+        "versions": {"cosformer": version("cosformer"), "python": platform.python_version()} | {p: version(p) for p in packages},
+        "machine": platform.platform(),
+    }
 
 
 def trainer_of(run: Run, task: tasks.Task, model: PreTrainedModel, callbacks: list[TrainerCallback]) -> Loop:
     """The Trainer of a run, ready to train or to evaluate."""
     given = DEFAULTS | run.training
-    given.setdefault("per_device_eval_batch_size", given["per_device_train_batch_size"])
-    steps = given["max_steps"]
+    if "num_train_epochs" in run.training and "max_steps" not in run.training:
+        given["max_steps"] = -1  # or our default would win
+    steps, batch = given["max_steps"], given["per_device_train_batch_size"]
     keep = given.pop("save_total_limit", 2)
     if given.get("eval_strategy", "steps") == "steps":
-        given.setdefault("eval_steps", max(1, steps // 10) if steps > 0 else 500)
+        given.setdefault("eval_steps", max(1, steps // 10) if steps > 0 else 0.1)
         given.setdefault("save_steps", given["eval_steps"])
     given = {
         "eval_strategy": "steps",
-        "load_best_model_at_end": given.get("eval_strategy", "steps") != "no",
+        "save_strategy": given.get("eval_strategy", "steps") if given.get("eval_strategy") != "no" else "steps",
+        "load_best_model_at_end": "no" not in (given.get("eval_strategy"), given.get("save_strategy")),
         "metric_for_best_model": task.metric,
         "greater_is_better": task.greater_is_better,
+        "per_device_eval_batch_size": batch,
+        "data_seed": given["seed"],  # or the order of the data would depend on the number of processes
+        "dataloader_drop_last": size(task.train)
+        >= batch * PartialState().num_processes,  # batches of one size, for the same reason
+        "ddp_find_unused_parameters": False,
         "disable_tqdm": True,
         "logging_nan_inf_filter": False,  # a NaN is to be seen
         "remove_unused_columns": False,  # collate knows what a model reads
         "include_num_input_tokens_seen": "all",
         "dataloader_pin_memory": torch.cuda.is_available(),
-        "report_to": ["tensorboard"] if have_tensorboard() else [],
+        "report_to": ["tensorboard"] if importlib.util.find_spec("tensorboard") else [],
         "use_cpu": not torch.cuda.is_available(),
         **given,
     }
-    args = Seq2SeqTrainingArguments(output_dir=run.out, **given)
-    trainer = Loop(
-        model=model,
-        args=args,
-        train_dataset=task.train,
-        eval_dataset=part(task.validation, run.eval_examples),
-        data_collator=task.collate,
-        compute_metrics=task.compute_metrics,
-        preprocess_logits_for_metrics=task.preprocess_logits_for_metrics,
-        processing_class=task.tokenizer,
-        callbacks=callbacks,
-        keep=keep,
-    )
+    with refused((ValueError, TypeError, ImportError), "training arguments"):
+        args = Seq2SeqTrainingArguments(output_dir=run.out, **given)
+        trainer = Loop(
+            model=model,
+            args=args,
+            train_dataset=task.train,
+            eval_dataset=part(task.validation, run.eval_examples),
+            data_collator=task.collate,
+            compute_metrics=task.compute_metrics,
+            preprocess_logits_for_metrics=task.preprocess_logits_for_metrics,
+            processing_class=task.tokenizer,
+            callbacks=callbacks,
+            keep=keep,
+        )
     trainer.remove_callback(PrinterCallback)
     return trainer
 
 
 def new_model(run: Run, task: tasks.Task, *, start: str | None) -> PreTrainedModel:
     """The run's model: new, or a saved one with the head this task needs."""
-    seed = run.training.get("seed", DEFAULTS["seed"])
-    if start is None:
-        return models.build(task, mixer=run.mixer, size=run.size, fields=run.model_fields, seed=seed)
-    torch.manual_seed(seed)
-    labels = {}
-    if task.num_labels is not None:
-        labels = {"num_labels": task.num_labels, "id2label": dict(enumerate(task.labels))}
-        labels["label2id"] = {label: i for i, label in enumerate(task.labels)}
-    model = models.load(start, task.kind, **labels, **run.model_fields)
-    if model.config.vocab_size != task.vocab_size:
-        raise SettingsError(
-            f"{start} has a vocabulary of {model.config.vocab_size}, the task one of {task.vocab_size}; give the tokenizer it was "
-            f"trained with (--tokenizer {start})"
-        )
-    if model.config.max_position_embeddings < task.max_length:
-        raise SettingsError(f"{start} has {model.config.max_position_embeddings} positions; --length {task.max_length} is more")
-    return model
+    with refused((ValueError, TypeError, OSError), f"model {run.mixer!r}" if start is None else f"start {start}"):
+        known = models.CLASSES[task.kind].config_class()
+        if unknown := [name for name in run.model_fields if not hasattr(known, name)]:
+            raise SettingsError(f"model has no field {unknown[0]!r}; see {type(known).__name__}")
+        seed = run.training.get("seed", DEFAULTS["seed"])
+        if start is None:
+            return models.build(task, mixer=run.mixer, size=run.size, fields=run.model_fields, seed=seed)
+        check_start(start, task)
+        torch.manual_seed(seed)
+        fields: dict[str, Any] = dict(run.model_fields)
+        if task.num_labels is not None:
+            fields |= {"num_labels": task.num_labels, "id2label": dict(enumerate(task.labels)), "ignore_mismatched_sizes": True}
+            fields["label2id"] = {label: i for i, label in enumerate(task.labels)}
+        return models.load(start, task.kind, **fields)
+
+
+def check_start(start: str, task: tasks.Task) -> None:
+    """Refuse a saved model that cannot read this task's input."""
+    if not (Path(start) / "config.json").exists():
+        raise SettingsError(f"{start} holds no model (config.json)")
+    saved, needed = AutoConfig.from_pretrained(start, local_files_only=True), models.CLASSES[task.kind].config_class
+    if saved.model_type != needed.model_type:
+        raise SettingsError(f"{start} is a {saved.model_type} model; task {task.name!r} needs a {needed.model_type} model")
+    advice = f"give the tokenizer it was trained with (--tokenizer {start})"
+    if saved.vocab_size != task.vocab_size:
+        raise SettingsError(f"{start} has a vocabulary of {saved.vocab_size}, the task one of {task.vocab_size}; {advice}")
+    has_tokens = task.tokenizer is not None and (Path(start) / "tokenizer.json").exists()
+    if has_tokens and AutoTokenizer.from_pretrained(start, local_files_only=True).get_vocab() != task.tokenizer.get_vocab():
+        raise SettingsError(f"{start} has another vocabulary than the task, of the same size; {advice}")
+    if saved.max_position_embeddings < task.max_length:
+        raise SettingsError(f"{start} has {saved.max_position_embeddings} positions; --length {task.max_length} is more")
 
 
 def announce(run: Run, task: tasks.Task, model) -> None:
@@ -181,24 +275,24 @@ def scores(trainer: Loop, task: tasks.Task, split: str, *, examples: int | None 
     return {key.removeprefix(f"{split}_"): found[key] for key in found if key.startswith(split) and not key.endswith(OWN)}
 
 
-def part(dataset, count: int | None):
+def size(dataset: Any) -> int:
+    return len(dataset)  # torch's Dataset does not promise a length, ours have one
+
+
+def part(dataset: Any, count: int | None) -> Dataset:
     """`count` examples spread evenly over a set; all of it if None."""
     if count is None or count >= len(dataset):
         return dataset
     return Subset(dataset, [i * len(dataset) // count for i in range(count)])
 
 
-def have_tensorboard() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("tensorboard") is not None
-
-
-def difference(saved: Run, given: Run) -> str:
-    """The first setting in which two runs differ."""
-    a, b = dataclasses.asdict(saved), dataclasses.asdict(given)
-    name = next(name for name in a if a[name] != b[name])
-    return f"its {name} is {a[name]!r}, not {b[name]!r}"
+def first_difference(saved: Run, given: Run) -> str | None:
+    """The first setting in which two runs differ, besides where they are and how their batches are spread over processes."""
+    a, b = saved.plain(), given.plain()
+    for run in (a, b):
+        run["training"] = {key: value for key, value in run["training"].items() if key not in SPREAD}
+    name = next((name for name in a if name != "out" and a[name] != b[name]), None)
+    return name and f"its {name} is {a[name]!r}, not {b[name]!r}"
 
 
 def main(argv: list[str]) -> None:
@@ -216,30 +310,39 @@ def quieten() -> None:
     logging.disable_progress_bar()
 
 
-def command(p: argparse.ArgumentParser, argv: list[str]) -> None:
-    given, rest = parse(p, argv)
-    quieten()
+@contextmanager
+def one_line(prog: str) -> Iterator[None]:
+    """What stops a command, as one line of text and an exit code."""
     try:
-        settings = merge(given, rest)
+        yield
+    except (SettingsError, tasks.DataError, Stopped) as error:
+        code, said = 130 if isinstance(error, Interrupted) else 1, str(error)
+    except KeyboardInterrupt:
+        code, said = 130, "stopped at once"
+    else:
+        return
+    if os.environ.get("RANK", "0") == "0":  # one of the processes speaks
+        print(f"{prog}: {said}", file=sys.stderr)
+    raise SystemExit(code)
+
+
+def command(p: argparse.ArgumentParser, argv: list[str], *, task: str | None = None) -> None:
+    quieten()
+    with one_line(p.prog):
+        given, training = parse(p, argv)
+        settings = merge(given, training, task=task)
         if getattr(given, "pretrain_first", False):
             settings["pretrain"] = settings.get("pretrain") or {}
-        resume = getattr(given, "resume", False)
         run = Run(**settings)
         if getattr(given, "dry_run", False):
             from .dryrun import dry_run
 
             return dry_run(run)
-        result = train(run, resume=resume)
-    except (SettingsError, tasks.DataError) as error:
-        raise SystemExit(f"{p.prog}: {error}") from None
-    except KeyboardInterrupt:
-        raise SystemExit(130) from None
-    except Stopped as error:
-        print(f"{p.prog}: {error}", file=sys.stderr)
-        if "no checkpoint" not in str(error):
-            print("Go on with the same command and --resume.", file=sys.stderr)
-        raise SystemExit(130 if "interrupted" in str(error) else 1) from None
-    print(summary(result, run.out))
+        result = train(run, resume=getattr(given, "resume", False))
+    if PartialState().is_main_process:
+        print(summary(result, run.out))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def summary(result: dict[str, Any], out: str) -> str:

@@ -1,6 +1,7 @@
 """What is seen of a run while it trains: a bar with loss, speed and time left, `metrics.jsonl`, and a stop when asked to."""
 
 import json
+import os
 import signal
 import sys
 import threading
@@ -14,31 +15,51 @@ from transformers import TrainerCallback
 
 
 class Metrics(TrainerCallback):
-    """Appends what is logged to a file, one JSON object a line; lines of steps that a resumed run repeats are dropped first."""
+    """Appends what training logs to a file, one JSON object a line; lines of steps that a resumed run repeats are dropped first.
+
+    A line is written with every checkpoint and evaluation, so that the mean loss of the next line begins where a resumed run does.
+    """
 
     def __init__(self, path: Path):
-        self.path, self.seconds, self.begun = path, 0.0, 0.0
+        self.path, self.seconds, self.begun, self.training = path, 0.0, 0.0, False
         self.last = (0.0, 0)  # seconds and tokens at the last line, for the speed
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if not state.is_world_process_zero:
+        self.training = state.is_world_process_zero
+        if not self.training:
             return
         kept = [row for row in read(self.path) if row["step"] <= state.global_step] if state.global_step else []
-        self.path.write_text("".join(json.dumps(row) + "\n" for row in kept))
+        write(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self.seconds = kept[-1]["seconds"] if kept else 0.0
         self.begun, self.last = time.perf_counter(), (self.seconds, state.num_input_tokens_seen)
 
+    def on_step_end(self, args, state, control, **kwargs):
+        control.should_log |= control.should_save or control.should_evaluate
+
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not state.is_world_process_zero or not logs:
+        if not self.training or not logs or "train_loss" in logs:  # the final scores are in result.json, once
             return
         seconds, tokens = self.seconds + time.perf_counter() - self.begun, state.num_input_tokens_seen
         row: dict[str, Any] = {"step": state.global_step, "tokens": tokens, "seconds": round(seconds, 3)}
         if "loss" in logs:
             row["tokens_per_second"] = round((tokens - self.last[1]) / max(seconds - self.last[0], 1e-9), 1)
         self.last = (seconds, tokens)
-        row |= {key: value for key, value in logs.items() if key not in ("epoch", "num_input_tokens_seen")}
+        row |= {k: v for k, v in logs.items() if k not in ("epoch", "num_input_tokens_seen") and not k.endswith(OWN)}
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
+
+    def on_save(self, args, state, control, **kwargs):
+        self.last = (self.seconds + time.perf_counter() - self.begun, self.last[1])  # the speed is that of training
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.training = False
+
+
+def write(path: Path, text: str) -> None:
+    """A whole file or none: it is written beside and renamed."""
+    draft = path.with_name(f"{path.name}.draft")
+    draft.write_text(text)
+    draft.replace(path)
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -122,6 +143,7 @@ class Interrupt(TrainerCallback):
 
     def __init__(self):
         self.asked: str | None = None
+        self.trained = False
 
     def __enter__(self):
         self.before = {number: signal.signal(number, self.ask) for number in self.signals} if on_main_thread() else {}
@@ -132,15 +154,20 @@ class Interrupt(TrainerCallback):
             signal.signal(number, handler)
 
     def ask(self, number, frame):
-        if self.asked is not None:
+        under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # which passes on what every process got already
+        if self.trained or (self.asked is not None and number == signal.SIGINT and not under_torchrun):
             raise KeyboardInterrupt
+        if self.asked is None and os.environ.get("RANK", "0") == "0":
+            print("\nstopping after this step, with a checkpoint; once more to stop at once", file=sys.stderr, flush=True)
         self.asked = signal.Signals(number).name
-        print("\nstopping after this step, with a checkpoint; once more to stop at once", file=sys.stderr, flush=True)
 
     def on_step_end(self, args, state, control, **kwargs):
         if anybody(self.asked is not None):
             self.asked = self.asked or "a signal to another process"
             control.should_save = control.should_training_stop = True
+
+    def on_train_end(self, args, state, control, **kwargs):
+        self.trained = True  # nothing is lost any more
 
 
 def on_main_thread() -> bool:

@@ -11,15 +11,16 @@ import argparse
 import dataclasses
 import json
 import tomllib
+import typing
 from pathlib import Path
 from typing import Any
 
 from .. import models, tasks
+from .progress import write
 
 DEFAULTS: dict[str, Any] = {  # of ours, where transformers' are for large runs on GPUs
     "max_steps": 1000,
     "per_device_train_batch_size": 8,
-    "per_device_eval_batch_size": 16,
     "learning_rate": 1e-3,
     "lr_scheduler_type": "cosine",
     "warmup_steps": 0.05,
@@ -52,6 +53,9 @@ class Run:
     pretrain: dict[str, Any] | None = None  # a dict, even an empty one: pre-train first
 
     def __post_init__(self):
+        for name in ("task", "out", "mixer", "size", "about"):
+            check_type(name, getattr(self, name), str)
+        check_type("start", self.start, str | None)
         if self.task not in tasks.names():
             raise SettingsError(f"task is {self.task!r}; one of {', '.join(tasks.names())}")
         try:
@@ -63,27 +67,55 @@ class Run:
         known = tasks.settings(self.task)
         if unknown := [key for key in self.task_settings if key not in known]:
             raise SettingsError(f"task {self.task!r} has no setting {unknown[0]!r}; it takes {', '.join(known)}")
+        types = training_types()
         for table in (self.training, self.pretrain or {}):
-            if unknown := [key for key in table if key not in training_fields()]:
+            if unknown := [key for key in table if key not in types]:
                 raise SettingsError(f"{unknown[0]!r} is no argument of transformers' Seq2SeqTrainingArguments")
+            for key, value in table.items():
+                check_type(key, value, types[key])
             if "output_dir" in table:
                 raise SettingsError("output_dir is the run's --out; leave it out")
+            if table.get("max_steps", 1) < 1 and "num_train_epochs" not in table:
+                raise SettingsError(f"max_steps is {table['max_steps']}; it must be at least 1, or give num_train_epochs instead")
         for name in ("eval_examples", "test_examples"):
-            if (value := getattr(self, name)) is not None and value < 1:
+            value = getattr(self, name)
+            check_type(name, value, int | None)
+            if value is not None and value < 1:
                 raise SettingsError(f"{name} is {value}; it must be at least 1")
 
+    def plain(self) -> dict[str, Any]:
+        """The settings as JSON gives them back: a tuple is a list, a path a string."""
+        return json.loads(json.dumps(dataclasses.asdict(self), default=str))
+
     def save(self, path: Path) -> None:
-        path.write_text(json.dumps(dataclasses.asdict(self), indent=1) + "\n")
+        write(path, json.dumps(self.plain(), indent=1) + "\n")
 
     @classmethod
     def load(cls, path: Path) -> "Run":
-        return cls(**json.loads(path.read_text()))
+        try:
+            return cls(**json.loads(path.read_text()))
+        except (TypeError, json.JSONDecodeError) as error:
+            raise SettingsError(f"{path} is no run of this version: {error}") from None
 
 
-def training_fields() -> set[str]:
+def training_types() -> dict[str, Any]:
+    """The arguments of transformers' Seq2SeqTrainingArguments and what each may be."""
     from transformers import Seq2SeqTrainingArguments
 
-    return {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments) if field.init}
+    hints = typing.get_type_hints(Seq2SeqTrainingArguments)  # not field.type, which HfArgumentParser rewrites
+    hints["fsdp"] = bool | str | None  # said to be a string, and taken as a bool
+    return {field.name: hints[field.name] for field in dataclasses.fields(Seq2SeqTrainingArguments) if field.init}
+
+
+def check_type(name: str, value: Any, kind: Any) -> None:
+    """Refuse a string where a number is meant, and the like; what is more than plain types is left to its owner."""
+    kinds = typing.get_args(kind) or (kind,)
+    if not all(k in (int, float, bool, str, type(None)) for k in kinds):
+        return
+    accepted = {*kinds, *({int} if float in kinds else set())}
+    if type(value) not in accepted:
+        names = " or ".join(sorted(k.__name__ for k in kinds if k is not type(None)))
+        raise SettingsError(f"{name} is {value!r}; it must be {names}")
 
 
 KEYS = ("about", "mixer", "size", "out", "start", "eval_examples", "test_examples")
@@ -133,28 +165,50 @@ def parser(prog: str, description: str, *, task: str | None) -> argparse.Argumen
     p.add_argument("--out", help="the run's folder (default: runs/TASK-MIXER)")
     p.add_argument("--eval-examples", type=int, help="validate on this many examples while training")
     p.add_argument("--test-examples", type=int, help="take the final scores on this many examples")
-    p.add_argument("--set", action="append", metavar="KEY=VALUE", help="task.KEY, model.KEY or pretrain.KEY, as in a recipe")
+    p.add_argument(
+        "--set", action="append", metavar="KEY=VALUE", help="task.KEY, model.KEY, train.KEY or pretrain.KEY, as in a recipe"
+    )
     return p
 
 
-def merge(given: argparse.Namespace, rest: list[str]) -> dict[str, Any]:
-    """The settings of a recipe, if there is one, under those of the command line."""
+def parse(p: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Our arguments, and what was said of transformers'. Theirs are taken out first, or a value of theirs could be our task."""
+    from transformers import HfArgumentParser, Seq2SeqTrainingArguments
+
+    theirs = HfArgumentParser(
+        Seq2SeqTrainingArguments, argument_default=argparse.SUPPRESS, allow_abbrev=False, add_help=False, exit_on_error=False
+    )
+    for action in theirs._actions:
+        action.default, action.required = argparse.SUPPRESS, False
+    try:
+        training, rest = theirs.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise SettingsError(str(error)) from None
+    given, unknown = p.parse_known_args(rest)
+    if unknown:
+        raise SettingsError(f"unknown argument {unknown[0]!r}; see --help")
+    return given, vars(training)
+
+
+def merge(given: argparse.Namespace, training: dict[str, Any], *, task: str | None = None) -> dict[str, Any]:
+    """The settings of a recipe, if there is one, under those of the command line; `task` if neither names one."""
     said = vars(given)
     found = read_recipe(said["recipe"]) if "recipe" in said else {}
     found |= {key: said[key] for key in (*KEYS, "task") if key in said}
+    found.setdefault("task", task)
     for key in ("data", "length", "tokenizer"):
         if key in said:
             found.setdefault("task_settings", {})[key] = said[key]
     for assignment in said.get("set", []):
         place, equals, value = assignment.partition("=")
         table, dot, key = place.partition(".")
-        if not (equals and dot and table in TABLES):
-            raise SettingsError(f"--set {assignment}: it takes task.KEY=VALUE, model.KEY=VALUE or pretrain.KEY=VALUE")
+        if not (equals and dot and key and table in TABLES):
+            raise SettingsError(f"--set {assignment}: it takes {' or '.join(f'{name}.KEY=VALUE' for name in TABLES)}")
         if found.get(TABLES[table]) is None:
             found[TABLES[table]] = {}
         found[TABLES[table]][key] = _value(value)
-    found["training"] = found.get("training", {}) | _trainer_arguments(rest)
-    if "task" not in found:
+    found["training"] = found.get("training", {}) | training
+    if found["task"] is None:
         raise SettingsError("no task: name one, or give a --recipe that does")
     found.setdefault("out", f"runs/{found['task']}-{found.get('mixer', 'cosformer')}")
     return found
@@ -166,31 +220,3 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"x = {text}")["x"]
     except tomllib.TOMLDecodeError:
         return text
-
-
-def _trainer_arguments(rest: list[str]) -> dict[str, Any]:
-    """What was said of transformers' arguments, and nothing of what was not."""
-    return vars(_trainer_parser().parse_args(rest))
-
-
-def _trainer_parser() -> argparse.ArgumentParser:
-    from transformers import HfArgumentParser, Seq2SeqTrainingArguments
-
-    p = HfArgumentParser(Seq2SeqTrainingArguments, argument_default=argparse.SUPPRESS, allow_abbrev=False, add_help=False)
-    p.prog = "cosformer"
-    for action in p._actions:
-        action.default, action.required = argparse.SUPPRESS, False
-    return p
-
-
-def parse(p: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our arguments, and the words that are transformers': read by their parser first, or a value of theirs would be our task."""
-    ours = _trainer_parser().parse_known_args(argv)[1]
-    given, unknown = p.parse_known_args(ours)
-    theirs, left = [], list(ours)
-    for word in argv:
-        if left and word == left[0]:
-            left.pop(0)
-        else:
-            theirs.append(word)
-    return given, [*theirs, *unknown]

@@ -1,0 +1,583 @@
+"""cosformer train, evaluate and finetune: what a run leaves behind, how it stops and goes on, and what is refused."""
+
+import dataclasses
+import errno
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from test_tasks import aan, cifar, imdb
+from transformers import TrainerCallback
+
+from cosformer import generate, models, tasks, train
+from cosformer.train import evaluate, finetune, loop
+from cosformer.train.progress import Interrupt, read
+from cosformer.train.settings import merge, parse, parser, read_recipe
+
+FEW = [24, 8, 8]
+COPY = {"length": 8, "examples": FEW}
+LISTOPS = {"length": 32, "least": 4, "depth": 3, "args": 3, "examples": FEW}
+QUIET = TrainerCallback()
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """Runs go to a folder of their own; prepared data is shared by the tests of a process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COSFORMER_CACHE", str(tmp_path.parent / "cache"))
+
+
+def run_of(task="copy", out="run", **changes) -> train.Run:
+    training = {"max_steps": 6, "eval_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 4, "report_to": []}
+    settings = changes.pop("task_settings", COPY if task == "copy" else {})
+    return train.Run(
+        task=task, out=out, size="toy", task_settings=settings, training=training | changes.pop("training", {}), **changes
+    )
+
+
+def go(run=None, *, watch=QUIET, resume=False):
+    return train.train(run or run_of(), watch=watch, resume=resume)
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def same(a, b) -> bool:
+    a, b = weights(a), weights(b)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def steps(out="run", key="loss") -> list[int]:
+    return [row["step"] for row in read(Path(out) / "metrics.jsonl") if key in row]
+
+
+def checkpoints(out="run") -> list[str]:
+    assert all((path / "complete").exists() for path in Path(out).glob("checkpoint-*"))
+    return sorted(path.name for path in Path(out).glob("checkpoint-*"))
+
+
+class Signal(TrainerCallback):
+    """Sends the process a signal in a step, or two."""
+
+    def __init__(self, step, number=signal.SIGINT, times=1):
+        self.step, self.number, self.times = step, number, times
+
+    def on_step_begin(self, args, state, control, **kwargs):
+        if state.global_step + 1 == self.step:
+            for _ in range(self.times):
+                os.kill(os.getpid(), self.number)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A run that nothing disturbed."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    go(run_of(out=str(out)))
+    return out
+
+
+# What a run leaves behind
+
+
+def test_a_run_leaves_everything_behind():
+    result = go()
+    assert steps() == [1, 2, 3, 4, 5, 6] and steps(key="eval_accuracy") == [2, 4, 6]
+    best = max((row["eval_accuracy"], -row["step"]) for row in read(Path("run/metrics.jsonl")) if "eval_accuracy" in row)
+    assert (result["validation"]["accuracy"], result["best_step"]) == (best[0], -best[1])
+    assert checkpoints() == sorted({f"checkpoint-{result['best_step']}", "checkpoint-6"} | set(checkpoints()))
+    assert len(checkpoints()) == 2
+    assert same("run", f"run/checkpoint-{result['best_step']}")
+    assert json.loads(Path("run/result.json").read_text()) == result
+    assert train.Run.load(Path("run/run.json")).plain() == run_of().plain()
+    resolved = json.loads(Path("run/resolved.json").read_text())
+    assert resolved["training"]["optim"] == "adamw_torch_fused" and resolved["training"]["adam_beta2"] == 0.98
+    assert resolved["versions"]["torch"] == torch.__version__ and resolved["model"]["hidden_size"] == 64
+    assert resolved["task"]["length"] == 8 and resolved["batch"] == 4 and resolved["processes"] == 1
+    assert (result["steps"], result["tokens"]) == (6, 6 * 4 * 8)
+
+
+def test_the_best_stays_although_later_ones_are_worse(monkeypatch):
+    scores = iter([0.2, 0.9, 0.3, 0.4, 0.5, 0.6, 0.0, 0.0])
+    build = tasks.build
+
+    def scored(name, **settings):
+        return dataclasses.replace(build(name, **settings), compute_metrics=lambda _: {"accuracy": next(scores)})
+
+    monkeypatch.setattr(tasks, "build", scored)
+    result = go(run_of(training={"eval_steps": 1, "save_steps": 3}))  # the best is no multiple of save_steps
+    assert result["best_step"] == 2 and checkpoints() == ["checkpoint-2", "checkpoint-6"] and same("run", "run/checkpoint-2")
+
+
+def test_tensorboard_files_are_written():
+    pytest.importorskip("tensorboard")
+    run = run_of()
+    go(dataclasses.replace(run, training={k: v for k, v in run.training.items() if k != "report_to"}))
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    files = [EventAccumulator(str(path)).Reload() for path in Path("run").rglob("events.out.tfevents*")]
+    (found,) = (file for file in files if "train/loss" in file.Tags()["scalars"])  # the final scores have a file of their own
+    assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
+    assert [event.step for event in found.Scalars("eval/accuracy")] == [2, 4, 6]
+
+
+def test_epochs_may_be_given_in_the_place_of_steps():
+    result = go(run_of(training={"num_train_epochs": 2, "max_steps": -1}))
+    assert result["steps"] == 2 * FEW[0] // 4
+    run = run_of(out="b")
+    training = {k: v for k, v in run.training.items() if k not in ("max_steps", "eval_steps")}
+    assert go(dataclasses.replace(run, training=training | {"num_train_epochs": 1}))["steps"] == FEW[0] // 4
+
+
+def test_evaluation_leaves_no_example_out():
+    """The last batch of a training epoch is dropped where it is smaller; one of an evaluation is not."""
+    task = tasks.build("copy", length=8, examples=(10, 7, 7))
+    run = run_of(task_settings={"length": 8, "examples": [10, 7, 7]})
+    trainer = train.trainer_of(run, task, train.new_model(run, task, start=None), [])
+    assert sum(len(batch["input_ids"]) for batch in trainer.get_train_dataloader()) == 8
+    assert sum(len(batch["input_ids"]) for batch in trainer.get_eval_dataloader()) == 7
+    run = run_of(task_settings={"length": 8, "examples": [3, 2, 2]}, out="few")  # less than a batch: nothing is dropped
+    assert go(run)["steps"] == 6
+
+
+# Stopping and going on
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(number, whole):
+    handlers = [signal.getsignal(n) for n in Interrupt.signals]
+    with pytest.raises(train.Interrupted, match=f"interrupted by {number.name} at step 3; --resume goes on from run/checkpoint-3"):
+        go(watch=Signal(3, number))
+    assert "checkpoint-3" in checkpoints() and not Path("run/result.json").exists()
+    assert handlers == [signal.getsignal(n) for n in Interrupt.signals]
+    result, want = go(resume=True), json.loads((whole / "result.json").read_text())
+    assert same("run", whole) and same("run/checkpoint-6", whole / "checkpoint-6")
+    assert steps() == [1, 2, 3, 4, 5, 6] and steps(key="eval_accuracy") == [2, 4, 6]
+    assert {k: v for k, v in result.items() if k != "seconds"} == {k: v for k, v in want.items() if k != "seconds"}
+    losses = [[row["loss"] for row in read(Path(out) / "metrics.jsonl") if "loss" in row] for out in ("run", whole)]
+    assert losses[0] == losses[1]
+
+
+def test_a_second_ctrl_c_stops_at_once_and_sigterm_twice_does_not():
+    with pytest.raises(KeyboardInterrupt):
+        go(watch=Signal(3, signal.SIGINT, times=2))
+    assert steps() == [1, 2]
+    with pytest.raises(train.Interrupted):
+        go(run_of(out="b"), watch=Signal(3, signal.SIGTERM, times=2))
+
+
+def test_exit_codes_of_the_command(monkeypatch, capsys):
+    def carried_out(error):
+        def train_(run, *, resume):
+            raise error
+
+        monkeypatch.setattr(train, "train", train_)
+        with pytest.raises(SystemExit) as stopped:
+            train.main(["copy"])
+        said = capsys.readouterr().err
+        assert said.startswith("cosformer train: ") and said.count("\n") == 1
+        return stopped.value.code
+
+    assert carried_out(train.Interrupted("interrupted")) == 130
+    assert carried_out(KeyboardInterrupt()) == 130
+    assert carried_out(train.Stopped("the loss is nan")) == 1
+    assert carried_out(train.SettingsError("no")) == 1
+    assert carried_out(tasks.DataError("no")) == 1
+
+
+def test_resume_begins_where_there_is_nothing_and_returns_what_is_finished(monkeypatch):
+    result = go(resume=True)
+    monkeypatch.setattr(train, "_train", None)
+    assert go(resume=True) == result
+
+
+def test_killed_after_the_last_step_it_does_not_take_another():
+    """transformers trains one step more when it resumes from the last one in the middle of an epoch."""
+    whole = go(run_of(training={"max_steps": 4}))
+    Path("run/result.json").unlink()
+    shutil.copytree("run/checkpoint-4", "before")
+    again = go(run_of(training={"max_steps": 4}), resume=True)
+    assert again["steps"] == 4 and same("run/checkpoint-4", "before") and again["test"] == whole["test"]
+    assert steps() == [1, 2, 3, 4] and steps(key="eval_accuracy") == [2, 4]
+
+
+def test_a_half_written_checkpoint_and_a_half_written_line_are_passed_over(whole):
+    with pytest.raises(train.Interrupted):
+        go(watch=Signal(4))
+    shutil.copytree("run/checkpoint-4", "run/checkpoint-5")
+    Path("run/checkpoint-5/complete").unlink()
+    Path("run/checkpoint-5/model.safetensors").write_bytes(b"half")
+    with open("run/metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')
+    go(resume=True)
+    assert steps() == [1, 2, 3, 4, 5, 6] and checkpoints()[-1] == "checkpoint-6"
+    assert same("run", whole)
+
+
+def test_a_folder_in_use_is_refused():
+    with pytest.raises(train.Interrupted):
+        go(watch=Signal(1))
+    before = checkpoints()
+    with pytest.raises(train.SettingsError, match="run already holds a run; resume it, or choose another folder"):
+        go()
+    with pytest.raises(train.SettingsError, match="run holds another run: its mixer is 'cosformer', not 'softmax'"):
+        go(run_of(mixer="softmax"), resume=True)
+    with pytest.raises(train.SettingsError, match="run was trained with 4 examples a step, now it would be 2; .*must be 4"):
+        go(run_of(training={"per_device_train_batch_size": 2}), resume=True)
+    assert checkpoints() == before
+    Path("run").rename("moved")
+    go(run_of(out="moved"), resume=True)
+    assert json.loads(Path("moved/resolved.json").read_text())["resumed_from"] == "checkpoint-1"
+
+
+def test_another_spread_of_the_same_batch_goes_on(whole):
+    with pytest.raises(train.Interrupted):
+        go(watch=Signal(2))
+    go(run_of(training={"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}), resume=True)
+    a, b = ([row["loss"] for row in read(Path(out) / "metrics.jsonl") if "loss" in row] for out in ("run", whole))
+    assert a == pytest.approx(b, abs=1e-5)
+
+
+# What spoils a run
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient's norm"])
+def test_a_nan_stops_and_leaves_the_last_good_checkpoint(monkeypatch, what):
+    def spoil(self, *args, **kwargs):
+        found = original(self, *args, **kwargs)
+        return found * float("nan") if self.model.training and self.state.global_step == 4 else found
+
+    name = {"loss": "compute_loss", "gradient's norm": "_clip_grad_norm"}[what]
+    original = getattr(loop.Loop, name)
+    said = f"the {what} is nan at step 5; start again from run/checkpoint-4 .--start. with a lower"
+    with monkeypatch.context() as patch, pytest.raises(train.Stopped, match=said):
+        patch.setattr(loop.Loop, name, spoil)
+        go()
+    assert checkpoints()[-1] == "checkpoint-4" and all(tensor.isfinite().all() for tensor in weights("run/checkpoint-4").values())
+    assert go(run_of(out="again", start="run/checkpoint-4"))["steps"] == 6
+
+
+def test_weights_that_are_not_finite_are_never_saved():
+    class Spoil(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            if state.global_step == 4:
+                torch.nn.init.constant_(next(model.parameters()).data[:1, :1], float("inf"))
+
+    with pytest.raises(train.Stopped, match="weights are not finite after step 4; start again from run/checkpoint-2"):
+        go(watch=Spoil())
+    assert checkpoints() == ["checkpoint-2"]
+    with pytest.raises(train.Stopped, match="weights are not finite after step 6"):  # nor as the run's model
+        go(run_of(out="b", training={"eval_strategy": "no", "save_strategy": "no"}), watch=Spoil())
+    assert not Path("b/model.safetensors").exists()
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "trainer_state.json", "metrics.jsonl", "result.json"])
+def test_a_full_disk_stops_with_a_word_and_the_run_goes_on_later(monkeypatch, file, whole):
+    """The write of one file fails halfway, from step 4 on."""
+    full = True
+
+    def fails(path) -> bool:
+        return full and file in str(path) and ("4" in str(path) or (len(checkpoints_of()) > 0 and "checkpoint" not in str(path)))
+
+    def checkpoints_of():
+        return list(Path("run").glob("checkpoint-*/complete"))
+
+    def failing(original, place):
+        def write(*args, **kwargs):
+            path = args[place] if len(args) > place else kwargs["filename"]
+            if fails(path):
+                with open(str(path), "wb") as half:
+                    half.write(b"{")
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+            return original(*args, **kwargs)
+
+        return write
+
+    if file == "optimizer.pt":
+        monkeypatch.setattr(torch, "save", failing(torch.save, 1))
+    elif file == "model.safetensors":
+        import transformers.modeling_utils as place
+
+        monkeypatch.setattr(place, "safe_save_file", failing(place.safe_save_file, 1))
+    elif file == "trainer_state.json":
+        from transformers import TrainerState
+
+        monkeypatch.setattr(TrainerState, "save_to_json", failing(TrainerState.save_to_json, 1))
+    elif file == "metrics.jsonl":
+        original = Path.open
+
+        def opened(self, *args, **kwargs):
+            if fails(self):
+                with original(self, *args, **kwargs) as half:
+                    half.write('{"step": 4, "lo')
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+            return original(self, *args, **kwargs)
+
+        monkeypatch.setattr(Path, "open", opened)
+    else:
+        original_write = Path.write_text
+
+        def written(self, text, **kwargs):
+            if fails(self):
+                original_write(self, text[:5])
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
+            return original_write(self, text, **kwargs)
+
+        monkeypatch.setattr(Path, "write_text", written)
+    with pytest.raises(train.Stopped, match="No space left on device.*--resume goes on from run/checkpoint-"):
+        go()
+    assert checkpoints() and not Path("run/result.json").exists()  # and none of them half written
+    full = False
+    go(resume=True)
+    assert same("run", whole) and steps() == [1, 2, 3, 4, 5, 6]
+
+
+# Settings
+
+
+def merged(*argv: str):
+    return merge(*parse(parser("cosformer train", "", task="?"), list(argv)))
+
+
+def test_the_command_line_wins_over_a_recipe():
+    Path("r.toml").write_text(
+        'mixer = "softmax"\nsize = "small"\n[task]\nname = "listops"\nlength = 64\ndepth = 4\n[train]\nmax_steps = 7\nseed = 2\n'
+        "[model]\nhidden_dropout_prob = 0.1\n[pretrain]\nmax_steps = 3\n"
+    )
+    recipe = merged("--recipe", "r.toml")
+    assert recipe["task"] == "listops" and recipe["task_settings"] == {"length": 64, "depth": 4}
+    assert recipe["training"] == {"max_steps": 7, "seed": 2} and recipe["pretrain"] == {"max_steps": 3}
+    assert recipe["out"] == "runs/listops-softmax"
+    said = merged(
+        *("--recipe", "r.toml", "--mixer", "elu", "--length", "32", "--max_steps", "9", "--learning-rate", "1e-2", "--out", "x"),
+        *("--set", "task.depth=3", "--set", "model.pooling=mean", "--set", "pretrain.seed=5", "--set", "train.bf16=false"),
+    )
+    assert (said["mixer"], said["size"], said["out"]) == ("elu", "small", "x")
+    assert said["task_settings"] == {"length": 32, "depth": 3} and said["pretrain"] == {"max_steps": 3, "seed": 5}
+    assert said["training"] == {"max_steps": 9, "seed": 2, "learning_rate": 0.01, "bf16": False}
+    assert said["model_fields"] == {"hidden_dropout_prob": 0.1, "pooling": "mean"}
+    assert merged("copy", "--recipe", "r.toml")["task"] == "copy"
+    run = train.Run(**merged("--recipe", "r.toml"))
+    run.save(Path("run.json"))
+    assert train.Run.load(Path("run.json")) == run
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ([], "no task: name one, or give a --recipe that does"),
+        (["nothing"], "task is 'nothing'; one of lm, mlm"),
+        (["copy", "--max_stepz", "3"], "unknown argument '--max_stepz'"),
+        (["copy", "extra"], "unknown argument 'extra'"),
+        (["copy", "--max_steps", "many"], "argument --max_steps/--max-steps: invalid int value: 'many'"),
+        (["copy", "--max_steps", "0"], "max_steps is 0; it must be at least 1"),
+        (["copy", "--output_dir", "x"], "output_dir is the run's --out"),
+        (["copy", "--mixer", "nobody"], "mixer is 'nobody'; one of cosformer"),
+        (["copy", "--size", "huge"], "size is 'huge'; one of toy"),
+        (["copy", "--size", "published"], "size 'published': task 'copy' has no published sizes"),
+        (["copy", "--data", "x"], "task 'copy' has no setting 'data'; it takes length"),
+        (["copy", "--set", "copy"], "--set copy: it takes task.KEY=VALUE or model.KEY=VALUE"),
+        (["copy", "--set", "task.length=7"], "task 'copy': length must be even and at least 4; got 7"),
+        (["copy", "--set", "task.length=many"], "task 'copy': "),
+        (["copy", "--set", "train.max_steps=many"], "max_steps is 'many'; it must be int"),
+        (["copy", "--set", "model.hiden_size=8"], "model has no field 'hiden_size'; see CosformerConfig"),
+        (["copy", "--set", "model.decay=often"], "model 'cosformer': .*decay"),
+        (["copy", "--eval_strategy", "sometimes"], "eval_strategy: invalid choice: 'sometimes'|sometimes"),
+        (["copy", "--load_best_model_at_end", "--save_strategy", "no"], "training arguments: .*load_best_model_at_end"),
+        (["copy", "--optim", "gradient_ascent"], "gradient_ascent"),
+        (["copy", "--eval-examples", "0"], "eval_examples is 0; it must be at least 1"),
+        (["lm", "--data", "missing.txt"], "missing.txt"),
+        (["text"], "task 'text' needs data=...: it cannot be generated"),
+        (["copy", "--pretrain-first", "--set", "task.examples=[8,4,4]"], "pretrain: self-pretraining takes a classification task"),
+        (["copy", "--start", "nowhere"], "nowhere holds no model"),
+        (["copy", "--recipe", "missing.toml"], "recipe missing.toml: there is no such file"),
+    ],
+    ids=lambda x: "-".join(x) if isinstance(x, list) else None,
+)
+def test_what_cannot_be_ends_in_one_line(argv, said, capsys):
+    import re
+
+    with pytest.raises(SystemExit) as stopped:
+        train.main([*argv, "--out", "run"] if "--out" not in argv else argv)
+    found = capsys.readouterr().err
+    assert stopped.value.code == 1 and re.search(said, found), found
+    assert found.startswith("cosformer train: ") and found.count("\n") == 1, found
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[trian]\nx = 1", "unknown 'trian'; it may have about, mixer"),
+        ("mixr = 'x'", "unknown 'mixr'"),
+        ("task = 'lm'", "unknown 'task'; it may have"),
+        ("[task]\nname = 'copy'\n[train]\nmax_step = 1", "'max_step' is no argument of transformers'"),
+        ("[task]\nname = 'copy'\n[train]\nlearning_rate = '1e-3'", "learning_rate is '1e-3'; it must be float"),
+        ("[task]\nname = 'copy'\n[train]\nmax_steps = 2.5", "max_steps is 2.5; it must be int"),
+        ("mixer = 3\n[task]\nname = 'copy'", "mixer is 3; it must be str"),
+        ("[task]\nname = 'copy'\nlenght = 3", "task 'copy' has no setting 'lenght'"),
+        ("[task", "recipe r.toml: "),
+    ],
+)
+def test_a_recipe_with_mistakes_is_refused(text, said):
+    Path("r.toml").write_text(text)
+    with pytest.raises(train.SettingsError, match=said.replace("[", r"\[")):
+        train.Run(**{"out": "x", **read_recipe(Path("r.toml"))})
+
+
+# Every kind of task, evaluation, fine-tuning
+
+
+SETTINGS = {
+    "lm": {"length": 32},
+    "mlm": {"length": 32, "copies": 1},
+    "classify": {"length": 32},
+    "seq2seq": {"length": 32, "target_length": 12},
+    "listops": LISTOPS,
+    "pathfinder": {"examples": FEW},
+    "recall": {"length": 16, "vocabulary": 64, "examples": FEW},
+    "copy": COPY,
+    "reverse": {"length": 6, "examples": FEW},
+    "text": {"length": 64, "data": imdb},
+    "retrieval": {"length": 64, "data": aan},
+    "image": {"data": cifar},
+}
+
+
+@pytest.mark.parametrize("name", tasks.names())
+def test_every_task_trains_and_evaluate_finds_the_same_scores(name, tmp_path, capsys):
+    settings = dict(SETTINGS[name])
+    if "data" in settings:
+        settings["data"] = str(settings["data"](tmp_path / "data"))
+    run = run_of(name, task_settings=settings, training={"max_steps": 2, "eval_steps": 1}, eval_examples=4, test_examples=6)
+    result = go(run)
+    assert result["steps"] == 2 and result["metric"] in result["test"], result
+    capsys.readouterr()
+    evaluate.main(["run", "--json"])
+    assert json.loads(capsys.readouterr().out) == pytest.approx(result["test"], rel=1e-5)
+    evaluate.main(["run", "--json", "--split", "validation"])
+    assert json.loads(capsys.readouterr().out) == pytest.approx(result["validation"], rel=1e-5)
+
+
+def test_a_trained_language_model_goes_on_with_a_text(capsys):
+    Path("t.txt").write_text("abcdefgh " * 900)
+    train.main(
+        [*("lm", "--data", "t.txt", "--length", "32", "--size", "toy", "--out", "run", "--max_steps", "60", "--eval_steps", "30"),
+         *("--per_device_train_batch_size", "8", "--learning_rate", "1e-2")]
+    )  # fmt: skip
+    assert "the model is in run" in capsys.readouterr().out
+    generate.main(["--model", "run", "--prompt", "abcd", "--max-new-tokens", "10"])
+    assert capsys.readouterr().out == "efgh abcde\n"
+
+
+@pytest.fixture
+def pretrained():
+    go(run_of("mlm", out="mlm", task_settings=SETTINGS["mlm"], training={"max_steps": 2, "eval_steps": 1}, eval_examples=4,
+              test_examples=4))  # fmt: skip
+    return "mlm"
+
+
+def test_finetuning_starts_from_the_saved_body(pretrained, capsys):
+    task = tasks.build("classify", **SETTINGS["classify"])
+    run = run_of("classify", out="fine", task_settings=SETTINGS["classify"], start=pretrained)
+    body, model = weights(pretrained), train.new_model(run, task, start=pretrained)
+    loaded = {name: tensor for name, tensor in model.state_dict().items() if name in body and name.startswith("bert.")}
+    assert len(loaded) == sum(name.startswith("bert.") for name in body) > 20
+    assert all(torch.equal(loaded[name], body[name]) for name in loaded)
+    assert not same_as_new(loaded, run, task) and model.config.num_labels == 2
+    finetune.main(
+        [pretrained, "--length", "32", "--out", "fine", "--max_steps", "1", "--learning_rate", "0", "--test-examples", "4",
+         "--eval-examples", "4"]
+    )  # fmt: skip
+    assert all(torch.equal(weights("fine")[name], body[name]) for name in loaded)
+    assert train.Run.load(Path("fine/run.json")).task == "classify"
+
+
+def same_as_new(loaded, run, task) -> bool:
+    fresh = models.build(task, size="toy").state_dict()
+    return all(torch.equal(fresh[name], tensor) for name, tensor in loaded.items())
+
+
+def test_a_start_that_cannot_be_is_refused(pretrained, capsys):
+    def said(*argv):
+        with pytest.raises(SystemExit):
+            finetune.main([pretrained, *argv, "--out", "fine"])
+        return capsys.readouterr().err
+
+    assert "mlm has 32 positions; --length 33 is more" in said("classify", "--length", "33")
+    assert "mlm has a vocabulary of 261, the task one of 300" in said("--length", "32", "--tokenizer", "bpe:300")
+    assert "mlm is a cosformer_encoder model; task 'lm' needs a cosformer model" in said("lm", "--length", "32")
+    assert not Path("fine/run.json").exists()  # so that the folder is free for a better attempt
+    with pytest.raises(SystemExit):
+        evaluate.main([pretrained, "classify", "--length", "32"])
+    assert "is a CosformerForMaskedLM, which knows nothing of task 'classify' yet" in capsys.readouterr().err
+    from tokenizers import Tokenizer
+
+    folder = Path("other")
+    shutil.copytree(pretrained, folder)
+    vocabulary = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    text = json.loads(vocabulary.to_str())
+    words = text["model"]["vocab"]
+    a, b = [word for word in words if words[word] > 100][:2]
+    words[a], words[b] = words[b], words[a]
+    (folder / "tokenizer.json").write_text(json.dumps(text))
+    with pytest.raises(SystemExit):
+        finetune.main([str(folder), "--length", "32", "--out", "fine2"])
+    assert "has another vocabulary than the task, of the same size" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("stage", ["pretrain", "train"])
+def test_pretraining_first_goes_on_at_either_stage(stage):
+    run = run_of("listops", task_settings=LISTOPS, pretrain={"max_steps": 4}, test_examples=4)
+    go(dataclasses.replace(run, out="whole"))
+
+    class Stop(Signal):
+        def on_step_begin(self, args, *rest, **kwargs):
+            if ("pretrain" in args.output_dir) == (stage == "pretrain"):
+                super().on_step_begin(args, *rest, **kwargs)
+
+    with pytest.raises(train.Interrupted):
+        go(run, watch=Stop(3))
+    assert Path("run/pretrain/result.json").exists() == (stage == "train")
+    result = go(run, resume=True)
+    assert same("run", "whole") and same("run/pretrain", "whole/pretrain") and result["steps"] == 6
+    assert steps("run/pretrain") == [1, 2, 3, 4] and steps() == [1, 2, 3, 4, 5, 6]
+    first = train.new_model(run, tasks.build("listops", **LISTOPS), start="run/pretrain").state_dict()
+    body = weights("run/pretrain")
+    assert all(torch.equal(first[name], body[name]) for name in body if name.startswith("bert."))
+
+
+def test_parameters_beside_softmax():
+    task = tasks.build("listops", **LISTOPS)
+    for mixer, least, most in (("softmax", 0, 0), ("cosformer-paper", 0, 0), ("cosformer", 0, 0.01)):
+        model = models.build(task, mixer=mixer, size="toy")
+        share = models.parameters_beside_softmax(model, task, size="toy")
+        assert least <= share <= most, mixer
+    wide = models.build(task, mixer="softmax", size="toy", fields={"intermediate_size": 512})
+    plain = models.build(task, mixer="softmax", size="toy")
+    share = models.parameters_beside_softmax(wide, task, size="toy")
+    assert share == pytest.approx(models.parameters(wide) / models.parameters(plain) - 1) and share > 0.1
+
+
+def test_masked_loss_is_a_mean_over_all_that_is_hidden():
+    """Whatever share of the hidden tokens a batch has; without a number it is BERT's own."""
+    from transformers import BertForMaskedLM
+
+    task = tasks.build("mlm", length=32, copies=1)
+    model = models.build(task, size="toy", mixer="softmax").eval()
+    batches = [task.collate([task.train[i]]) for i in range(3)]
+    batches[0]["labels"][:, 8:] = tasks.IGNORE
+    whole = {key: torch.cat([batch[key] for batch in batches]) for key in ("input_ids", "labels")}
+    count = (whole["labels"] != tasks.IGNORE).sum()
+    one = {key: [batch[key] for batch in batches] for key in ("input_ids", "labels")}
+    parts = [model(input_ids=i, labels=y, num_items_in_batch=count) for i, y in zip(*one.values())]
+    mean = model(**whole).loss
+    torch.testing.assert_close(sum(part.loss for part in parts), mean)
+    torch.testing.assert_close(BertForMaskedLM.forward(model, **whole).loss, mean, rtol=0, atol=0)
+    assert abs(sum(model(input_ids=i, labels=y).loss for i, y in zip(*one.values())) / 3 - mean) > 1e-4  # a mean of means is not
+    loss, logits = model(**whole, return_dict=False)[:2]
+    assert loss == mean and logits.shape == (3, 32, task.vocab_size)
