@@ -155,7 +155,7 @@ def full(root: str) -> list[Subject]:
             task_settings={"data": f"{root}/cifar10-gray"},
             size="toy",
             model_fields={"pooling": "mean"},
-            training=fast(2e-3, 16),
+            training=fast(5e-4, 16),
             eval_examples=256,
             test_examples=1_000,
         ),
