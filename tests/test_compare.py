@@ -23,11 +23,11 @@ TOY = plan.Subject(
     eval_examples=8,
     test_examples=8,
 )
-MIXERS = ["softmax+rope", "cosformer", "linformer"]
+MIXERS = ["softmax+rope", "cosformer-paper", "linformer"]
 
 
 def run(out, *, subjects=(TOY,), mixers=MIXERS, **options):
-    options = {"minutes": 0.01, "steps": 4, "lengths": [64], **options}
+    options = {"minutes": 0.01, "steps": 4, "lengths": [256], **options}
     return compare.compare(list(subjects), mixers, out=out, **options)
 
 
@@ -68,7 +68,7 @@ def test_every_cell_has_a_row_and_a_refusal_its_reason(finished):
 def test_the_other_rows_are_there(finished):
     _, rows = finished
     assert {(r["mixer"], r["work"]) for r in rows if r["kind"] == "cost"} == {
-        (mixer, work) for mixer in ("softmax+rope", "cosformer") for work in ("training", "decoding")
+        (mixer, work) for mixer in ("softmax+rope", "cosformer-paper") for work in ("training", "decoding")
     }
     for row in (r for r in rows if r["kind"] == "cost"):
         assert 0 < row["ms_low"] <= row["ms"] <= row["ms_high"]
