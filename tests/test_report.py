@@ -376,3 +376,14 @@ def test_command_line(tmp_path, capsys):
     with pytest.raises(SystemExit, match="--plots goes with --html"):
         report.main([str(good), "--plots", str(tmp_path)])
     assert not (tmp_path / "none.html").exists()
+
+
+def test_the_readme_and_the_published_report_come_from_the_committed_results(tmp_path):
+    root = Path(__file__).parents[1]
+    page, made = tmp_path / "README.md", tmp_path / "report.html"
+    page.write_text((root / "README.md").read_text())
+    report.main([str(root / "benchmarks" / "compare.jsonl"), "--page", str(page)])
+    assert page.read_text() == (root / "README.md").read_text()
+    report.main([str(root / "benchmarks" / "compare.jsonl"), "--html", str(made)])
+    text = lambda file: re.sub(r"<svg.*?</svg>", "", file.read_text(), flags=re.S)  # lines are drawn by matplotlib, as it was then
+    assert re.sub(r'src="data:[^"]*"', "", text(made)) == re.sub(r'src="data:[^"]*"', "", text(root / "benchmarks" / "compare.html"))
