@@ -214,3 +214,31 @@ def test_exactness_sees_a_wrong_backend(monkeypatch):
     monkeypatch.setattr(exactness, "cosformer_attention", lambda *x, horizon, **o: right(*x, horizon=1.01 * horizon, **o))
     wrong = [row for row in exactness.rows() if row["mode"] != "stream"]
     assert wrong and all(row["difference"] > row["allowed"] for row in wrong)
+
+
+def test_measurements_are_taken_where_they_are_missing(finished, monkeypatch):
+    """A kill between two rows, a mixer or a length that came later: the rest is measured, nothing twice."""
+    out, _ = finished
+    results = compare.Results(out / "results.jsonl")
+    results.rows = [row for row in results.rows if row["kind"] != "exactness"]
+    asked = []
+    monkeypatch.setattr(results, "add", results.rows.append)
+    monkeypatch.setattr(compare.exactness, "rows", lambda: [{"kind": "exactness"}])
+    for work in ("training", "decoding"):
+        say = lambda mixers, lengths, work=work, **_: asked.append((work, mixers, lengths)) or []
+        monkeypatch.setattr(compare.cost, work, say)
+    again = lambda mixers, lengths: compare.measure(
+        results, mixers, [TOY], out=out, lengths=lengths, seconds=1.0, board=compare.Board()
+    )
+    again(MIXERS, [256])
+    assert not asked and {"kind": "exactness"} in results.rows
+    again(MIXERS, [256, 512])
+    assert asked == [(work, MIXERS[:2], [512]) for work in ("training", "decoding")]
+    again([*MIXERS, "elu"], [256])
+    assert asked[2:] == [("training", [*MIXERS[:2], "elu"], [256])]
+
+
+def test_a_text_of_a_few_rows_is_enough(tmp_path):
+    (tmp_path / "a.txt").write_text("a few words, again and again. " * 60)
+    subject = plan.demo(str(tmp_path / "a.txt"), 64)[0]
+    assert plan.seconds_a_step(subject, subject.build(), "cosformer") > 0

@@ -8,7 +8,9 @@ Interrupted at any moment, the same command goes on where it stopped: finished c
 
 import argparse
 import dataclasses
+import importlib.util
 import json
+import math
 import os
 import platform
 import shlex
@@ -27,16 +29,17 @@ from ..bench.measure import machine
 from ..train.progress import clock
 from . import cost, pictures
 from .plan import MIXERS, STUDY, Subject, demo, full, seconds_a_step, steps_that_fit
-from .quality import cell, run_of
+from .quality import cell, folder_of
 
 SHARE_OF_COST = 0.15  # of the minutes there are
+MOST_SECONDS = 60.0  # of timing; more would not tell more
 
 
 class Board(TrainerCallback):
     """What is running and how long it still takes: a line that is rewritten on a terminal, a line for each cell elsewhere."""
 
-    def __init__(self, begun: float):
-        self.begun, self.left, self.what, self.cell_seconds = begun, 0.0, "", 0.0
+    def __init__(self) -> None:
+        self.left, self.what, self.cell_seconds, self.cell_begun = 0.0, "", 0.0, time.perf_counter()
 
     def say(self, text: str) -> None:
         if sys.stderr.isatty():
@@ -71,7 +74,7 @@ class Results:
         whole = text[: text.rfind("\n") + 1]
         if whole != text:
             print(f"{self.path}: the last line is not whole and is dropped", file=sys.stderr)
-            self.path.write_text(whole)
+            os.truncate(self.path, len(whole.encode()))
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 self.rows.append(json.loads(line))
@@ -103,7 +106,7 @@ def compare(
     """Run what is not done yet and return all rows of results."""
     out.mkdir(parents=True, exist_ok=True)
     results, begun = Results(out / "results.jsonl"), time.perf_counter()
-    board = Board(begun)
+    board = Board()
     plan = plan_of(subjects, mixers, out=out, minutes=minutes, seeds=seeds, steps=steps, board=board)
     cells = [(s, mixer, seed) for s in subjects for seed in range(seeds) for mixer in mixers_of(s, mixers)]
     open_ = [c for c in cells if not results.has(kind="quality", subject=c[0].name, mixer=c[1], seed=c[2])]
@@ -126,7 +129,7 @@ def compare(
 
 def mixers_of(subject: Subject, mixers: list[str]) -> list[str]:
     """The mixers compared on a subject; the paper's studies come with the default ones."""
-    return [*mixers, *(STUDY if subject.study and tuple(mixers) == MIXERS else ())]
+    return list(dict.fromkeys([*mixers, *(STUDY if subject.study and set(MIXERS) <= set(mixers) else ())]))
 
 
 def plan_of(
@@ -153,7 +156,12 @@ def plan_of(
                     mine["seconds"][mixer] = seconds_a_step(subject, task, mixer)
                 except ValueError:
                     mine["seconds"][mixer] = 0.0  # refused: the cell will say why
+        if mine["steps"] is not None and mine["minutes"] != minutes:
+            board.done(
+                f"{subject.name}: {mine['steps']} steps, as chosen for {mine['minutes']:g} minutes; another --out begins anew"
+            )
         if mine["steps"] is None:
+            mine["minutes"] = minutes
             mine["steps"] = steps or steps_that_fit(subject, mine["seconds"], share * subject.weight / seeds)
     draft = path.with_suffix(".draft")
     draft.write_text(json.dumps(plan, indent=1) + "\n")
@@ -164,26 +172,26 @@ def plan_of(
 def measure(
     results: Results, mixers: list[str], subjects: list[Subject], *, out: Path, lengths: list[int], seconds: float, board: Board
 ) -> None:
-    """What is not training: exactness, cost, pictures."""
-    if not results.has(kind="exactness"):
-        board.say("exactness: every backend beside the definition")
-        for row in exactness.rows():
+    """What is not training: exactness, cost, pictures; each where it is missing."""
+    if sum(row["kind"] == "exactness" for row in results.rows) < (complete := len(found := list(exactness.rows()))):
+        board.say(f"exactness: {complete} comparisons with the definition")
+        for row in found:
             results.add(row)
-    if not results.has(kind="cost", work="training"):
-        for row in cost.training(mixers, lengths, seconds=seconds / 2, progress=board.say):
-            results.add(row)
-    if not results.has(kind="cost", work="decoding"):
-        for row in cost.decoding(mixers, lengths, seconds=seconds / 4, progress=board.say):
-            results.add(row)
+    for work, cases in (("training", cost.training), ("decoding", cost.decoding)):
+        able = [mixer for mixer in mixers if cost.able(mixer, work)]
+        missing = [n for n in lengths if not all(results.has(kind="cost", work=work, mixer=m, length=n) for m in able)]
+        if missing and able:  # all mixers at a length again: a time means something beside the others
+            for row in cases(able, missing, seconds=min(seconds / 3, MOST_SECONDS), progress=board.say):
+                results.add(row)
     for subject in subjects:
-        if subject.task not in ("lm", "mlm") or results.has(kind="picture", title=subject.title):
+        if subject.task not in ("lm", "mlm"):
             continue
         task = subject.build()
         for mixer in mixers_of(subject, mixers):
-            directory = run_of(subject, mixer, 0, steps=1, out=out).out
-            if (Path(directory) / "result.json").exists():
+            folder = folder_of(subject, mixer, 0, out=out)
+            if (folder / "result.json").exists() and not results.has(kind="picture", title=subject.title, mixer=mixer):
                 board.say(f"picture: {mixer}")
-                results.add(pictures.row(subject.title, task, mixer, directory, figure="trained"))
+                results.add(pictures.row(subject.title, task, mixer, str(folder), figure="trained"))
     board.say("")
 
 
@@ -216,13 +224,14 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--seeds", type=int, default=1, help="repeat training with this many seeds and show the spread")
     p.add_argument("--full", action="store_true", help="the real sets: wikitext-2, SST-2, IMDB, CIFAR-10, ListOps as published")
     p.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192], help="where cost is measured")
-    p.add_argument("--out", type=Path, default=Path("runs/compare"))
+    p.add_argument("--out", type=Path, help="the folder of this comparison (default: runs/compare, or runs/compare-full)")
     return p
 
 
 def main(argv: list[str]) -> None:
     p = parser()
     given = p.parse_args(argv)
+    given.out = given.out or Path("runs/compare-full" if given.full else "runs/compare")
     train.quieten()
     try:
         subjects = chosen(given)
@@ -240,10 +249,12 @@ def main(argv: list[str]) -> None:
             command=shlex.join(["cosformer", "compare", *argv]),
         )
     except train.Stopped as stopped:
-        raise SystemExit(f"\ncosformer compare: {stopped} The same command goes on from here.") from None
+        print(f"\ncosformer compare: {str(stopped).split(';')[0]}; the same command goes on from here", file=sys.stderr)
+        raise SystemExit(130 if isinstance(stopped, train.Interrupted) else 1) from None
     except KeyboardInterrupt:
-        raise SystemExit("\ncosformer compare: interrupted; the same command goes on from here") from None
-    except (ValueError, tasks.DataError) as error:
+        print("\ncosformer compare: interrupted; the same command goes on from here", file=sys.stderr)
+        raise SystemExit(130) from None
+    except (ValueError, OSError, tasks.DataError) as error:
         raise SystemExit(f"cosformer compare: {error}") from None
     page = given.out / "report.html"
     report.write_page(rows, page, plots=given.out / "plots")
@@ -256,8 +267,15 @@ def chosen(given: argparse.Namespace) -> list[Subject]:
     for name, least in (("seeds", 1), ("steps", 1)):
         if (value := getattr(given, name)) is not None and value < least:
             raise train.SettingsError(f"--{name} is {value}; it must be at least {least}")
-    if given.minutes is not None and not given.minutes > 0:
-        raise train.SettingsError(f"--minutes is {given.minutes:g}; it must be more")
+    if given.minutes is not None and not 0 < given.minutes < math.inf:
+        raise train.SettingsError(f"--minutes is {given.minutes:g}; it must be more than 0")
+    for name, values in (("length", [given.length]), ("lengths", given.lengths)):
+        if bad := [n for n in values if n is not None and n < 16]:
+            raise train.SettingsError(f"--{name} is {bad[0]}; it must be at least 16")
+    if given.full and given.length:
+        raise train.SettingsError("--length goes with lm of the default comparison; the sets of --full have their own")
+    if importlib.util.find_spec("matplotlib") is None:
+        raise train.SettingsError("the report needs matplotlib: pip install 'cosformer[report]'")
     if given.full and not given.data:
         raise train.SettingsError("--full needs --data: the folder that holds wikitext-2, imdb, sst2 and cifar10-gray")
     found = full(given.data) if given.full else demo(given.data, given.length)

@@ -6,11 +6,17 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import TrainerCallback
 
 from .. import models, train
 from ..train.progress import read
 from .plan import EVALUATIONS, Subject
+
+
+def folder_of(subject: Subject, mixer: str, seed: int, *, out: Path) -> Path:
+    """Where a cell's model is."""
+    return out / "cells" / f"{subject.name}-{mixer}-{seed}"
 
 
 def run_of(subject: Subject, mixer: str, seed: int, *, steps: int, out: Path) -> train.Run:
@@ -27,7 +33,7 @@ def run_of(subject: Subject, mixer: str, seed: int, *, steps: int, out: Path) ->
         task=subject.task,
         mixer=mixer,
         size=subject.size,
-        out=str(out / "cells" / f"{subject.name}-{mixer}-{seed}"),
+        out=str(folder_of(subject, mixer, seed, out=out)),
         start=str(out / "cells" / f"{subject.after}-{mixer}-{seed}") if subject.after else None,
         eval_examples=subject.eval_examples,
         test_examples=subject.test_examples,
@@ -73,37 +79,35 @@ def cell(subject: Subject, mixer: str, seed: int, *, steps: int, out: Path, watc
     run = run_of(subject, mixer, seed, steps=steps, out=out)
     row["command"] = command(run)
     try:
-        models.config_of(task, mixer=mixer, size=subject.size, fields=subject.model_fields)
-        result = train.train(run, resume=True, watch=watch)
-    except train.Interrupted:
-        raise
-    except train.Stopped as stopped:
-        return row | {"status": "failed", "reason": str(stopped).split(";")[0]}
+        with torch.device("meta"):
+            models.build(task, mixer=mixer, size=subject.size, fields=subject.model_fields)
     except ValueError as error:
         return row | {"status": "refused", "reason": str(error)}
+    try:
+        result = train.train(run, resume=True, watch=watch)
+    except train.NotFinite as stopped:  # anything else, an interruption or a full disk, is not the mixer's: the next start goes on
+        return row | {"status": "failed", "reason": str(stopped).split(";")[0]}
     for checkpoint in Path(run.out).glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
-    curve = [point(line, task.metric) for line in read(Path(run.out) / "metrics.jsonl")]
+    speed = median_speed(run.out)
+    curve = [point(line, task.metric, speed) for line in read(Path(run.out) / "metrics.jsonl")]
     curve = [entry for entry in curve if len(entry) > 3]
     value = result["test"][task.metric]
     row |= {"status": "done", "reason": None, "value": value, "metrics": result["test"], "validation": result["validation"]}
     row |= {"curve": curve, "start": next((c for c in curve if "value" in c), {}), "parameters": result["parameters"]}
-    return row | {"tokens": result["tokens"], "seconds": training_seconds(curve), "tokens_per_second": median_speed(run.out)}
+    return row | {"tokens": result["tokens"], "seconds": round(result["tokens"] / speed, 1), "tokens_per_second": speed}
 
 
-def point(line: dict[str, Any], metric: str) -> dict[str, Any]:
-    """A line of metrics as a point of a learning curve."""
-    kept = {key: line[key] for key in ("step", "tokens", "seconds")}
+def point(line: dict[str, Any], metric: str, speed: float) -> dict[str, Any]:
+    """A line of metrics as a point of a learning curve; its seconds are of training alone, without evaluation and pauses."""
+    kept = {"step": line["step"], "tokens": line["tokens"], "seconds": round(line["tokens"] / speed, 2)}
     for name, key in (("loss", "loss"), ("eval_loss", "eval_loss"), ("value", f"eval_{metric}")):
         if key in line:
             kept[name] = round(line[key], 6)
     return kept
 
 
-def training_seconds(curve: list[dict[str, Any]]) -> float:
-    return round(max((entry["seconds"] for entry in curve), default=0.0), 1)
-
-
 def median_speed(out: str) -> float:
+    """Tokens a second between two lines of metrics; evaluation is not between them."""
     speeds = sorted(line["tokens_per_second"] for line in read(Path(out) / "metrics.jsonl") if "tokens_per_second" in line)
-    return speeds[len(speeds) // 2] if speeds else 0.0
+    return speeds[len(speeds) // 2]

@@ -28,13 +28,13 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PrinterCall
 from transformers.utils import logging
 
 from .. import models, tasks
-from .loop import UNWRITABLE, Interrupted, Loop, Stopped, last_checkpoint, remove_incomplete
+from .loop import UNWRITABLE, Interrupted, Loop, NotFinite, Stopped, last_checkpoint, remove_incomplete
 from .progress import OWN, Bar, Interrupt, Metrics, clock, show, write
 from .settings import DEFAULTS, Run, SettingsError, merge, parse, parser
 
 SPREAD = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "fsdp", "fsdp_config")
 
-__all__ = ["Interrupted", "Run", "SettingsError", "Stopped", "train"]
+__all__ = ["Interrupted", "NotFinite", "Run", "SettingsError", "Stopped", "train"]
 
 
 def train(run: Run, *, resume: bool = False, watch: TrainerCallback | None = None) -> dict[str, Any]:

@@ -29,6 +29,10 @@ class Interrupted(Stopped):
     """It was asked to stop; resuming goes on as if it had not been."""
 
 
+class NotFinite(Stopped):
+    """Loss, gradient or weights became infinite or NaN; the same run would do so again."""
+
+
 class Loop(Sharded):
     """`keep` checkpoints stay; the best and the last always do."""
 
@@ -79,13 +83,13 @@ class Loop(Sharded):
             watched["gradient's norm"] = norm
         for what, value in watched.items():
             if not math.isfinite(value):
-                raise Stopped(f"the {what} is {float(value)} at step {self.state.global_step + 1}; {self.another_way()}")
+                raise NotFinite(f"the {what} is {float(value)} at step {self.state.global_step + 1}; {self.another_way()}")
         return norm
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         weights = (p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters())
         if anybody(not all(bool(p.detach().isfinite().all()) for p in weights)):
-            raise Stopped(f"the weights are not finite after step {self.state.global_step}; {self.another_way()}")
+            raise NotFinite(f"the weights are not finite after step {self.state.global_step}; {self.another_way()}")
         super().save_model(output_dir, _internal_call)
 
     def another_way(self) -> str:
