@@ -1,5 +1,5 @@
 # make demo   is cosFormer as good as softmax on this machine, and what does it save? (report: runs/compare/report.html)
-# make test   lint, types and all tests
+# make test   lint, types and the tests (make test-slow: those that take minutes)
 # Both set everything up in .venv first; a second call is quick.
 
 PYTHON ?= python3

@@ -10,6 +10,7 @@ import torch
 from cosformer import compare, models, reference, tasks
 from cosformer.bench import exactness
 from cosformer.compare import pictures, plan
+from cosformer.report.results import check
 
 TOY = plan.Subject(
     name="copy",
@@ -193,6 +194,20 @@ def test_a_picture_shows_weights(mixer):
     assert found.shape == (2, 16, 16) and found.min() >= 0
     torch.testing.assert_close(found.sum(-1), torch.ones(2, 16), rtol=1e-4, atol=1e-4)
     assert torch.equal(found, found.tril())
+
+
+def test_a_row_of_a_picture_is_one_the_report_takes(finished):
+    out, _ = finished
+    task = tasks.build("copy", length=16, examples=(4, 4, 4))
+    rows = pictures.rows("copy", task, "cosformer-paper", str(out / "cells" / "copy-cosformer-paper-0"))
+    assert [row["figure"] for row in rows] == ["trained", "paper"]
+    found = check(json.loads(json.dumps(rows)))
+    assert len(found.pictures) == 2 and not found.skipped
+
+
+def test_the_report_takes_every_row(finished):
+    found = check(finished[1])
+    assert not found.skipped and len(found.quality) == 3 and found.cost and found.exactness and found.runs
 
 
 def test_the_picture_of_the_paper_is_the_definition():

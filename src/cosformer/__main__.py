@@ -25,7 +25,13 @@ def main() -> None:
         return
     if verb not in VERBS:
         raise SystemExit(f"cosformer: unknown verb {verb!r}; one of {', '.join(VERBS)}")
-    importlib.import_module(VERBS[verb][0]).main(sys.argv[2:])
+    try:
+        module = importlib.import_module(VERBS[verb][0])
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("cosformer"):
+            raise
+        raise SystemExit(f"cosformer {verb}: {error.name} is missing; pip install 'cosformer[train,report]' brings it") from None
+    module.main(sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -189,9 +189,10 @@ def measure(
         task = subject.build()
         for mixer in mixers_of(subject, mixers):
             folder = folder_of(subject, mixer, 0, out=out)
-            if (folder / "result.json").exists() and not results.has(kind="picture", title=subject.title, mixer=mixer):
+            if (folder / "result.json").exists() and not results.has(kind="picture", subject=subject.name, mixer=mixer):
                 board.say(f"picture: {mixer}")
-                results.add(pictures.row(subject.title, task, mixer, str(folder), figure="trained"))
+                for row in pictures.rows(subject.name, task, mixer, str(folder)):
+                    results.add(row)
     board.say("")
 
 

@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import models, tasks
 
 TOKENS = 64
+PAPER = ("softmax", "cosformer-paper", "relu")  # the panels of the paper's figure
 
 
 @torch.no_grad()
@@ -28,22 +29,15 @@ def matrices(model: Any, input_ids: Tensor, layer: int) -> Tensor:
     return out.unflatten(-1, (q.shape[1], -1))[0].transpose(0, 1)
 
 
-def row(subject_title: str, task: tasks.Task, mixer: str, directory: str, *, figure: str) -> dict[str, Any]:
-    """One picture: the last layer's heads, averaged, on the first tokens of the test set."""
+def rows(subject: str, task: tasks.Task, mixer: str, directory: str) -> list[dict[str, Any]]:
+    """One picture, the last layer's heads averaged on the first tokens of the test set; those of the paper's figure twice."""
     model = models.load(directory, task.kind)
     ids = task.test[0]["input_ids"][:TOKENS]
     layer = model.config.num_hidden_layers - 1
     mean = matrices(model, ids[None], layer).mean(0)
-    about = {
-        "kind": "picture",
-        "figure": figure,
-        "task": task.name,
-        "title": subject_title,
-        "mixer": mixer,
-        "layer": layer,
-        "head": "mean",
-    }
-    return {**about, "matrix": [[float(f"{w:.3g}") for w in line] for line in mean.tolist()], "tokens": words(task, ids)}
+    about = {"kind": "picture", "task": task.name, "subject": subject, "mixer": mixer, "title": mixer, "layer": layer}
+    about |= {"matrix": [[float(f"{w:.3g}") for w in line] for line in mean.tolist()], "tokens": words(task, ids)}
+    return [{**about, "figure": figure} for figure in ("trained", *(["paper"] if mixer in PAPER else []))]
 
 
 def words(task: tasks.Task, ids: Tensor) -> list[str]:

@@ -34,7 +34,7 @@ class Look:
 KNOWN = {
     "cosformer": ("cosFormer (recommended: gated decay)", "cosFormer (recommended)", 0),
     "cosformer-paper": ("cosFormer (paper)", "cosFormer (paper)", 3),
-    "cosformer-ladder": ("cosFormer (ladder of horizons)", "cosFormer (ladder)", 7),
+    "cosformer-ladder": ("cosFormer (constant decay)", "cosFormer (constant decay)", 7),
     "cosformer-no-cosine": ("cosFormer (recommended, without the cosine)", "cosFormer (without the cosine)", 8),
     "softmax+rope": ("softmax + RoPE", "softmax + RoPE", 1),
     "softmax": ("softmax", "softmax", 2),

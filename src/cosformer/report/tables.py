@@ -119,7 +119,7 @@ def seeds_note(experiments: list[Experiment]) -> str:
 def one_task(e: Experiment, table: PaperTable | None = None, column: str = "") -> Table:
     """Everything about one task: its metrics, what the training took, the paper's figure."""
     done = e.rows
-    names = list(dict.fromkeys(n for r in done for n in r.get("metrics") or {} if n not in (e.metric, "tokens")))
+    names = list(dict.fromkeys(n for r in done for n in r.get("metrics") or {} if n not in (e.metric, "tokens", "loss_per_token")))
     columns = [Column(metric_name(e.metric), "test", _better(e))]
     columns += [Column(metric_name(n), "test", _direction(n)) for n in names] + _effort_columns()
     mixers = [c.mixer for c in e.cells]
@@ -253,7 +253,7 @@ PAIRS = [  # (what is added, without, with)
     ("the cosine", "relu", "cosformer-paper"),
     ("the cosine, beside gated decay", "cosformer-no-cosine", "cosformer"),
     ("gated decay", "cosformer-paper", "cosformer"),
-    ("a ladder of horizons", "cosformer-paper", "cosformer-ladder"),
+    ("constant decay", "cosformer-paper", "cosformer-ladder"),
     ("rotary positions, in softmax", "softmax", "softmax+rope"),
 ]
 
