@@ -97,7 +97,7 @@ def decoder(model, context: int) -> tuple[Work, int]:
     def step() -> None:
         with torch.inference_mode():
             model(input_ids=token, past_key_values=cache, use_cache=True)
-            if isinstance(model, LlamaForCausalLM) and not isinstance(model, models.CLASSES["causal-lm"]):
+            if type(model) is LlamaForCausalLM:
                 cache.crop(-1)  # the next token stands after the same context; a state costs the same anywhere
 
     return step, size

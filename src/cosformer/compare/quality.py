@@ -95,12 +95,12 @@ def cell(subject: Subject, mixer: str, seed: int, *, steps: int, out: Path, watc
     value = result["test"][task.metric]
     row |= {"status": "done", "reason": None, "value": value, "metrics": result["test"], "validation": result["validation"]}
     row |= {"curve": curve, "start": next((c for c in curve if "value" in c), {}), "parameters": result["parameters"]}
-    return row | {"tokens": result["tokens"], "seconds": round(result["tokens"] / speed, 1), "tokens_per_second": speed}
+    return row | {"tokens": result["tokens"], "seconds": round(result["tokens"] / speed, 3), "tokens_per_second": speed}
 
 
 def point(line: dict[str, Any], metric: str, speed: float) -> dict[str, Any]:
     """A line of metrics as a point of a learning curve; its seconds are of training alone, without evaluation and pauses."""
-    kept = {"step": line["step"], "tokens": line["tokens"], "seconds": round(line["tokens"] / speed, 2)}
+    kept = {"step": line["step"], "tokens": line["tokens"], "seconds": round(line["tokens"] / speed, 3)}
     for name, key in (("loss", "loss"), ("eval_loss", "eval_loss"), ("value", f"eval_{metric}")):
         if key in line:
             kept[name] = round(line[key], 6)

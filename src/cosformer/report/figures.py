@@ -5,6 +5,7 @@ import math
 import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import mean
 
 from .results import Cell, Experiment, Results
 from .style import digits, listed, looks, metric_name, percent
@@ -119,7 +120,7 @@ def _by_step(cell: Cell, field: str, x: str) -> list[list[tuple[float, float]]]:
 
 
 def _curve(cell: Cell, field: str, x: str) -> Points:
-    return [tuple(sum(p[i] for p in at) / len(at) for i in (0, 1)) for at in _by_step(cell, field, x)]  # type: ignore[misc]
+    return [(mean(p[0] for p in at), mean(p[1] for p in at)) for at in _by_step(cell, field, x)]
 
 
 def _band(cell: Cell, field: str, x: str) -> list[tuple[float, float, float]]:

@@ -1,17 +1,16 @@
 """One self-contained HTML page of results: no script, no network; the same results give the same bytes."""
 
-import html
 import re
-from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 
 from . import figures, paper, plots, summary, tables
-from .figures import Figure, Panel
+from .elements import details, esc, figure_html, rich, table_html
+from .figures import Figure
 from .paper import PaperTable
 from .results import Experiment, Results
-from .style import PALETTE, Look, digits, looks, score
-from .tables import PAPER, Column, Entry, Table
+from .style import PALETTE, digits, looks, score
+from .tables import Column, Entry, Table
 
 # Groups of tasks in the order of the page: (group, heading, the paper's table).
 GROUPS: list[tuple[str, str, PaperTable | None]] = [
@@ -48,7 +47,7 @@ def all_figures(results: Results) -> list[Figure]:
 
 def render(results: Results) -> str:
     shown = looks(results.mixers)
-    drawn = {f.id: _figure(f, shown) for f in all_figures(results)}
+    drawn = {f.id: figure_html(f, shown) for f in all_figures(results)}
     sections = [("summary", "Summary", _summary(results))]
     absent = []
     for group, heading, table in GROUPS:
@@ -71,7 +70,7 @@ def render(results: Results) -> str:
     if results.pictures:
         sections.append(("attention", "Attention matrices", _attention(results)))
     if results.exactness:
-        sections.append(("exactness", "Exactness", _table(tables.exactness(results))))
+        sections.append(("exactness", "Exactness", table_html(tables.exactness(results))))
     if absent:
         sections.append(("absent", "Not measured here", _absent(absent)))
     sections.append(("origin", "How these numbers were made", _origin(results)))
@@ -111,15 +110,6 @@ def render(results: Results) -> str:
 """
 
 
-def esc(text: object) -> str:
-    return html.escape(str(text))
-
-
-def rich(text: str) -> str:
-    """Escaped, with exponents raised: n^1.02."""
-    return re.sub(r"\bn\^(-?[\d.]*\d)", r"n<sup>\1</sup>", esc(text))
-
-
 def _css() -> str:
     """The style sheet, after the colours of the mixers, whose one home is style.py."""
     light, dark = ("".join(f"--c{i}:{pair[theme]};" for i, pair in enumerate(PALETTE)) for theme in (0, 1))
@@ -152,7 +142,7 @@ def _summary(results: Results) -> str:
     note = (
         "Compared with the better of softmax and softmax + RoPE. Tie: within the spread between seeds; with one seed, below 0.5 %."
     )
-    return f'<div class="lead">{lead}</div>\n' + _table(Table("Task by task", task, columns, {"": body}, note), "verdicts")
+    return f'<div class="lead">{lead}</div>\n' + table_html(Table("Task by task", task, columns, {"": body}, note), "verdicts")
 
 
 def _tasks(mine: list[Experiment], table: PaperTable | None, drawn: dict[str, str]) -> str:
@@ -160,13 +150,13 @@ def _tasks(mine: list[Experiment], table: PaperTable | None, drawn: dict[str, st
     names = _paper_names(mine, table)
     parts = []
     if len(mine) == 1 or table in (None, paper.LM):
-        parts += [_table(tables.one_task(e, table if i in names else None, names.get(i, ""))) for i, e in enumerate(mine)]
+        parts += [table_html(tables.one_task(e, table if i in names else None, names.get(i, ""))) for i, e in enumerate(mine)]
     elif table:
-        parts += [_table(tables.several_tasks(mine, table, names)), _table(tables.took(mine))]
+        parts += [table_html(tables.several_tasks(mine, table, names)), table_html(tables.took(mine))]
     if table:
         absent = tables.not_measured(list(names.values()), table) if table is not paper.LM else ""
         parts.append(f'<p class="note">{esc(f"{SCALE} {absent}".strip())}</p>')
-        parts.append(_details(f"The paper's table {table.number} in full", _table(tables.paper_table(table))))
+        parts.append(details(f"The paper's table {table.number} in full", table_html(tables.paper_table(table))))
     parts.append(drawn.get(figures.ident("learning", mine[0].group), ""))
     return "\n".join(filter(None, parts))
 
@@ -187,11 +177,11 @@ def _paper_names(experiments: list[Experiment], table: PaperTable | None) -> dic
 
 
 def _cost(results: Results, drawn: dict[str, str]) -> str:
-    parts = [_table(t) for t in [*tables.training_cost(results), *tables.speedups(results)]]
+    parts = [table_html(t) for t in [*tables.training_cost(results), *tables.speedups(results)]]
     parts += [drawn.get(f.id, "") for f in figures.training_cost(results)]
-    parts += [_table(t) for t in tables.decoding_cost(results)]
+    parts += [table_html(t) for t in tables.decoding_cost(results)]
     parts += [drawn.get(f.id, "") for f in figures.decoding_cost(results)]
-    parts.append(_details(f"The paper's table {paper.SPEED.number} in full", _table(tables.paper_table(paper.SPEED))))
+    parts.append(details(f"The paper's table {paper.SPEED.number} in full", table_html(tables.paper_table(paper.SPEED))))
     return "\n".join(filter(None, parts))
 
 
@@ -199,19 +189,19 @@ def _study(results: Results, drawn: dict[str, str]) -> str:
     parts = []
     for e in results.group("study") + results.group("lm"):
         found = [tables.one_task(e) if e.group == "study" else None, tables.study(e), tables.ablation(e)]
-        parts += [_table(t) for t in found if t]
+        parts += [table_html(t) for t in found if t]
     parts.append(drawn.get("learning-study", ""))
     parts = [p for p in parts if p]
     if parts:
-        both = _table(tables.paper_table(paper.STUDY)) + _table(tables.paper_table(paper.ABLATION))
-        parts += [f'<p class="note">{esc(SCALE)}</p>', _details("The paper's tables 1 and 6 (unconfirmed)", both)]
+        both = table_html(tables.paper_table(paper.STUDY)) + table_html(tables.paper_table(paper.ABLATION))
+        parts += [f'<p class="note">{esc(SCALE)}</p>', details("The paper's tables 1 and 6 (unconfirmed)", both)]
     return "\n".join(filter(None, parts))
 
 
 def _absent(absent: list[tuple[str, PaperTable]]) -> str:
     text = "<p class=\"note\">These have no results in this file. The paper's figures, at the paper's scale:</p>\n"
     return text + "\n".join(
-        _details(f"{heading}: the paper's table {t.number}", _table(tables.paper_table(t))) for heading, t in absent
+        details(f"{heading}: the paper's table {t.number}", table_html(tables.paper_table(t))) for heading, t in absent
     )
 
 
@@ -256,7 +246,7 @@ def _attention(results: Results) -> str:
         table = Table(f"{kind}: what the matrices hold", "mixer", columns, {"": body})
         parts.append(
             f'<figure class="group"><h3>{esc(kind)}</h3>\n<div class="matrices">\n' + "\n".join(images) + "\n</div>\n"
-            f"<figcaption>{esc(caption)}</figcaption>\n{_details('The matrices in numbers', _table(table))}</figure>"
+            f"<figcaption>{esc(caption)}</figcaption>\n{details('The matrices in numbers', table_html(table))}</figure>"
         )
     return "\n".join(parts)
 
@@ -296,13 +286,13 @@ def _origin(results: Results) -> str:
     if commands:
         listing = "\n".join(esc(c) for c in commands)
         parts.append(
-            _details(
+            details(
                 _many(len(commands), "training command"), f'<pre tabindex="0" aria-label="Commands"><code>{listing}</code></pre>'
             )
         )
     settings = _settings_table(results)
     if settings.rows[""]:
-        parts.append(_details("Settings of every training", _table(settings)))
+        parts.append(details("Settings of every training", table_html(settings)))
     if results.skipped:
         items = "".join(f"<li><code>{esc(s)}</code></li>" for s in results.skipped)
         parts.append(f'<h3>Lines that were skipped ({len(results.skipped)})</h3>\n<ul class="skipped">{items}</ul>')
@@ -336,128 +326,3 @@ def _fact(value: object) -> str:
     if isinstance(value, str):
         return re.sub(r"^(\d{4}-\d\d-\d\d)T([\d:]{5}).*Z$", r"\1 \2", value)
     return ", ".join(map(str, value)) if isinstance(value, list) else f"{value:g}" if isinstance(value, float) else str(value)
-
-
-def _details(title: str, content: str) -> str:
-    return f"<details><summary>{esc(title)}</summary>\n{content}\n</details>"
-
-
-_OUTCOME = {"better", "worse", "tie", "not compared"}
-
-
-def _table(table: Table, kind: str = "") -> str:
-    """A table in a region that scrolls by itself; the paper's columns are set apart."""
-    grouped = any(c.group for c in table.columns)
-    corner = f'<th scope="col"{" rowspan=2" if grouped else ""}>{esc(table.corner)}</th>'
-    heads = "".join(f'<th scope="col"{_class(table.columns, i)}>{esc(c.head)}</th>' for i, c in enumerate(table.columns))
-    if grouped:
-        groups = "".join(
-            f'<th scope="colgroup" colspan="{size}"{_class(table.columns, first, group=True)}>{esc(name)}</th>'
-            for name, first, size in _groups(table.columns)
-        )
-        head = f"<tr>{corner}{groups}</tr>\n<tr>{heads}</tr>"
-    else:
-        head = f"<tr>{corner}{heads}</tr>"
-    bodies = []
-    for group, rows in table.rows.items():
-        winners = table.winners(group)
-        lines = (
-            [f'<tr><th scope="rowgroup" class="group" colspan="{len(table.columns) + 1}"><span>{esc(group)}</span></th></tr>']
-            if group
-            else []
-        )
-        for i, (name, entries) in enumerate(rows):
-            cells = "".join(
-                f"<td{_class(table.columns, j)}>{_entry(e, (i, j) in winners, kind)}</td>" for j, e in enumerate(entries)
-            )
-            lines.append(f'<tr><th scope="row">{esc(name)}</th>{cells}</tr>')
-        bodies.append("<tbody>\n" + "\n".join(lines) + "\n</tbody>")
-    note = f'\n<p class="note">{rich(table.note)}</p>' if table.note else ""
-    about = f" <small>{rich(table.about)}</small>" if table.about else ""
-    return (
-        f'<div class="scroll {kind}" role="group" aria-label="{esc(table.caption)}" tabindex="0">'
-        f'<p class="hint" aria-hidden="true">scroll sideways for more →</p>\n'
-        f"<table>\n<caption><span>{rich(table.caption)}{about}</span></caption>\n<thead>\n{head}\n</thead>\n"
-        + "\n".join(bodies)
-        + f"\n</table>\n</div>{note}"
-    )
-
-
-def _groups(columns: list[Column]) -> Iterable[tuple[str, int, int]]:
-    """(heading, first column, how many) of columns that stand together."""
-    start = 0
-    for i in range(1, len(columns) + 1):
-        if i == len(columns) or columns[i].group != columns[start].group:
-            yield columns[start].group, start, i - start
-            start = i
-
-
-def _class(columns: list[Column], index: int, group: bool = False) -> str:
-    column = columns[index]
-    names = []
-    if column.words and not group:
-        names.append("words")
-    if PAPER in column.group:
-        names.append("paper")
-    if index and column.group != columns[index - 1].group:
-        names.append("first")
-    return f' class="{" ".join(names)}"' if names else ""
-
-
-def _entry(entry: Entry, best: bool, kind: str) -> str:
-    text = rich(entry.text)
-    if kind == "verdicts" and entry.text in _OUTCOME:
-        return f'<span class="outcome {entry.text.split()[0]}">{text}</span>'
-    if best:
-        return f"<strong>{text}</strong>"
-    return f'<span class="why" title="{esc(entry.why)}">{text}</span>' if entry.why else text
-
-
-def _figure(figure: Figure, shown: dict[str, Look]) -> str:
-    """Legend, panels, what to see, and the values."""
-    mixers = [m for m in shown if any(line.mixer == m for p in figure.panels for line in p.lines)]
-    scatter = all(p.scatter for p in figure.panels)
-    legend = "".join(f"<li>{plots.swatch(shown[m], line=not scatter)}{esc(shown[m].label)}</li>" for m in mixers)
-    drawn = "\n".join(plots.inline(p, shown, esc(_alt(p, shown))) for p in figure.panels)
-    values = "\n".join(_table(_values(p)) for p in figure.panels)
-    heading = f"<h3>{esc(figure.title)}</h3>\n" if figure.title else ""
-    return (
-        f'<figure class="group" id="figure-{figure.id}">{heading}<ul class="legend">{legend}</ul>\n'
-        f'<div class="panels">\n{drawn}\n</div>\n<figcaption>{rich(figure.caption)}</figcaption>\n'
-        f"{_details('The values', values)}</figure>"
-    )
-
-
-def _alt(panel: Panel, shown: dict[str, Look]) -> str:
-    ends = "; ".join(
-        f"{shown[line.mixer].short} {digits(line.points[-1][1])}" + ("" if panel.scatter else f" at {_place(line.points[-1][0])}")
-        for line in panel.lines
-    )
-    kind = "Points" if panel.scatter else "Lines on logarithmic axes" if panel.log else "Lines"
-    title = panel.title.replace("\n", ", ")
-    return f"{kind}: {title} against {panel.x}. {'Values' if panel.scatter else 'Ends'}: {ends}."
-
-
-def _place(x: float) -> str:
-    return f"{x:,.0f}" if x == round(x) else digits(x)
-
-
-def _values(panel: Panel) -> Table:
-    """What a panel shows, in numbers."""
-
-    def named(line: figures.Line) -> str:
-        text = looks([line.mixer])[line.mixer].label
-        return f"{text}, {line.variant}" if line.variant else text
-
-    title = panel.title.replace("\n", ", ")
-    caption = f"{title[:1].upper()}{title[1:]} against {panel.x}"
-    if panel.scatter:
-        rows = [(named(line), [Entry(digits(line.points[0][0])), Entry(digits(line.points[0][1]))]) for line in panel.lines]
-        return Table(caption, "mixer", [Column(panel.x), Column("value")], {"": rows})
-    places = sorted({x for line in panel.lines for x, _ in line.points})
-    if all([x for x, _ in line.points] == places for line in panel.lines) or panel.log:
-        at = [dict(line.points) for line in panel.lines]
-        rows = [(_place(x), [Entry(digits(p[x])) if x in p else Entry(tables.NOTHING) for p in at]) for x in places]
-        return Table(caption, panel.x, [Column(named(line)) for line in panel.lines], {"": rows})
-    groups = {named(line): [(_place(x), [Entry(digits(y))]) for x, y in line.points] for line in panel.lines}
-    return Table(caption, panel.x, [Column(title)], groups)
