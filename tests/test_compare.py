@@ -9,7 +9,7 @@ import torch
 
 from cosformer import compare, models, reference, tasks
 from cosformer.bench import exactness
-from cosformer.compare import pictures, plan
+from cosformer.compare import budget, pictures, plan
 from cosformer.report.results import check
 
 TOY = plan.Subject(
@@ -156,12 +156,37 @@ def test_a_subject_starts_from_the_model_of_another(tmp_path, only_quality):
 def test_steps_that_fit_keep_the_budget_and_are_round():
     seconds = {"a": 0.1, "b": 0.3}
     subject = dataclasses.replace(TOY, eval_examples=8, test_examples=16)
-    found = [plan.steps_that_fit(subject, seconds, budget) for budget in (0, 10, 60, 600, 1e9)]
-    assert found == sorted(found) and set(found) <= set(plan.STEPS)
-    assert found[0] == plan.STEPS[0] and found[-1] == plan.STEPS[-1]
-    for budget, steps in zip((60, 600), found[2:4]):
-        assert steps * sum(seconds.values()) <= budget < 2.2 * steps * sum(seconds.values()) + 20
-    assert plan.steps_that_fit(dataclasses.replace(subject, most_steps=100), seconds, 1e9) == 100
+    found = [budget.steps_that_fit(subject, seconds, room) for room in (0, 10, 60, 600, 1e9)]
+    assert found == sorted(found) and set(found) <= set(budget.STEPS)
+    assert found[0] == budget.STEPS[0] and found[-1] == budget.STEPS[-1]
+    for room, steps in zip((60, 600), found[2:4]):
+        assert steps * sum(seconds.values()) <= room < 2.2 * steps * sum(seconds.values()) + 20
+    assert budget.steps_that_fit(dataclasses.replace(subject, most_steps=100), seconds, 1e9) == 100
+
+
+@pytest.mark.parametrize(("slower", "steps"), [(1.0, 400), (1.2, 400), (1.4, 200), (4.0, 100)])
+def test_a_machine_that_grows_slow_trains_what_has_not_begun_for_fewer_steps(
+    slower, steps, monkeypatch, capsys, tmp_path, only_quality
+):
+    """Planned at a tenth of a second a step; then the first subject's cells take `slower` times what was expected."""
+    clock, trained = [0.0], []
+    monkeypatch.setattr(budget.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(budget, "seconds_a_step", lambda *args: 0.1)
+
+    def cell(subject, mixer, seed, *, steps, **rest):
+        clock[0] += slower * 1.3 * 0.1 * steps
+        trained.append((subject.name, mixer, steps))
+        return {"kind": "quality", "subject": subject.name, "mixer": mixer, "seed": seed, "status": "refused", "reason": "invented"}
+
+    monkeypatch.setattr(compare, "cell", cell)
+    subjects = [dataclasses.replace(TOY, name=name) for name in ("first", "second")]
+    run(tmp_path, subjects=subjects, mixers=["softmax", "elu"], minutes=4, steps=None)
+    planned = trained[0][2]
+    assert planned == 400 and trained[:2] == [("first", "softmax", planned), ("first", "elu", planned)]
+    assert trained[2:] == [("second", "softmax", steps), ("second", "elu", steps)]
+    assert json.loads((tmp_path / "plan.json").read_text())["second"]["steps"] == steps
+    told = f"second: {steps} steps instead of 400; the machine is {slower:.1f}x slower than planned"
+    assert (told in capsys.readouterr().out) == (steps < planned)
 
 
 @pytest.mark.parametrize(
@@ -256,4 +281,4 @@ def test_measurements_are_taken_where_they_are_missing(finished, monkeypatch):
 def test_a_text_of_a_few_rows_is_enough(tmp_path):
     (tmp_path / "a.txt").write_text("a few words, again and again. " * 60)
     subject = plan.demo(str(tmp_path / "a.txt"), 64)[0]
-    assert plan.seconds_a_step(subject, subject.build(), "cosformer") > 0
+    assert budget.seconds_a_step(subject, subject.build(), "cosformer") > 0

@@ -20,7 +20,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
 from transformers import __version__ as transformers_version
 
 from .. import models, report, tasks, train
@@ -28,38 +27,12 @@ from ..bench import exactness
 from ..bench.measure import machine
 from ..train.progress import clock
 from . import cost, pictures
-from .plan import MIXERS, STUDY, Subject, demo, full, seconds_a_step, steps_that_fit
+from .board import Board
+from .budget import SHARE_OF_COST, Pace, keep_to, plan_of, seconds_of
+from .plan import MIXERS, Subject, demo, full, mixers_of
 from .quality import cell, folder_of
 
-SHARE_OF_COST = 0.15  # of the minutes there are
 MOST_SECONDS = 60.0  # of timing; more would not tell more
-
-
-class Board(TrainerCallback):
-    """What is running and how long it still takes: a line that is rewritten on a terminal, a line for each cell elsewhere."""
-
-    def __init__(self) -> None:
-        self.left, self.what, self.cell_seconds, self.cell_begun = 0.0, "", 0.0, time.perf_counter()
-
-    def say(self, text: str) -> None:
-        if sys.stderr.isatty():
-            width = os.get_terminal_size(sys.stderr.fileno()).columns
-            print(f"\r\033[K{text[: width - 1]}", end="", file=sys.stderr, flush=True)
-
-    def done(self, text: str) -> None:
-        self.say("")
-        print(text, flush=True)
-
-    def begin(self, what: str, seconds: float, left: float) -> None:
-        """A cell of about `seconds` begins; `left` is for all that comes after it."""
-        self.what, self.cell_seconds, self.left, self.cell_begun = what, seconds, left, time.perf_counter()
-        self.say(f"{what}; about {clock(self.left + seconds)} left")
-
-    def on_step_end(self, args, state, control, **kwargs):
-        passed = time.perf_counter() - self.cell_begun
-        mine = max(self.cell_seconds, passed / max(1, state.global_step) * state.max_steps) - passed
-        loss = next((f", loss {row['loss']:.3f}" for row in reversed(state.log_history) if "loss" in row), "")
-        self.say(f"{self.what}: step {state.global_step} of {state.max_steps}{loss}; about {clock(self.left + max(mine, 0))} left")
 
 
 @dataclasses.dataclass
@@ -112,12 +85,15 @@ def compare(
     open_ = [c for c in cells if not results.has(kind="quality", subject=c[0].name, mixer=c[1], seed=c[2])]
     if len(open_) < len(cells):
         board.done(f"{len(cells) - len(open_)} of {len(cells)} cells are done already")
-    expected = [plan[s.name]["seconds"][mixer] * plan[s.name]["steps"] * 1.3 for s, mixer, _ in open_]
-    rest = 60 * minutes * SHARE_OF_COST
+    rest, pace = 60 * minutes * SHARE_OF_COST, Pace(60 * minutes * (1 - SHARE_OF_COST))
     for number, (subject, mixer, seed) in enumerate(open_):
+        if steps is None and not results.has(kind="quality", subject=subject.name):
+            keep_to(pace, plan, subject, [s for s, _, _ in open_[number:]], seeds=seeds, out=out, board=board)
+        expected = [pace.slower * seconds_of(plan, s, m) for s, m, _ in open_[number:]]
         what = f"[{number + 1}/{len(open_)}] {subject.name}, {mixer}" + (f", seed {seed}" if seeds > 1 else "")
-        board.begin(what, expected[number], sum(expected[number + 1 :]) + rest)
-        row = cell(subject, mixer, seed, steps=plan[subject.name]["steps"], out=out, watch=board)
+        board.begin(what, expected[0], sum(expected[1:]) + rest)
+        with pace.over(seconds_of(plan, subject, mixer)):
+            row = cell(subject, mixer, seed, steps=plan[subject.name]["steps"], out=out, watch=board)
         results.add(row)
         board.done(f"{what}: {said(row)}")
     measure(results, mixers, subjects, out=out, lengths=lengths, seconds=rest, board=board)
@@ -125,48 +101,6 @@ def compare(
     row |= {key: value for key, value in machine().items() if key != "date"} | {"transformers": transformers_version}
     results.add(row | {"memory_gib": memory_gib(), "system": platform.system(), "seeds": list(range(seeds))})
     return results.rows
-
-
-def mixers_of(subject: Subject, mixers: list[str]) -> list[str]:
-    """The mixers compared on a subject; the paper's studies come with the default ones."""
-    return list(dict.fromkeys([*mixers, *(STUDY if subject.study and set(MIXERS) <= set(mixers) else ())]))
-
-
-def plan_of(
-    subjects: list[Subject], mixers: list[str], *, out: Path, minutes: float, seeds: int, steps: int | None, board: Board
-) -> dict[str, Any]:
-    """For each subject its number of steps, as given or what fits the time, and the seconds a step of each mixer takes.
-
-    What an earlier start has chosen stays, so a comparison can be resumed, and mixers and subjects can be added to it.
-    """
-    path = out / "plan.json"
-    plan: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
-    share = 60 * minutes * (1 - SHARE_OF_COST) / sum(s.weight for s in subjects)
-    for subject in subjects:
-        asked = json.loads(json.dumps(dataclasses.asdict(subject)))
-        mine = plan.setdefault(subject.name, {"subject": asked, "seconds": {}, "steps": None})
-        if mine["subject"] != asked or (steps and mine["steps"] not in (None, steps)):
-            raise train.SettingsError(f"{out} holds another comparison of {subject.name}; choose another --out")
-        if unknown := [mixer for mixer in mixers_of(subject, mixers) if mixer not in mine["seconds"]]:
-            board.say(f"preparing {subject.data} for {subject.name}")
-            task = subject.build()
-            for mixer in unknown:
-                board.say(f"measuring a step of {subject.name}, {mixer}")
-                try:
-                    mine["seconds"][mixer] = seconds_a_step(subject, task, mixer)
-                except ValueError:
-                    mine["seconds"][mixer] = 0.0  # refused: the cell will say why
-        if mine["steps"] is not None and mine["minutes"] != minutes:
-            board.done(
-                f"{subject.name}: {mine['steps']} steps, as chosen for {mine['minutes']:g} minutes; another --out begins anew"
-            )
-        if mine["steps"] is None:
-            mine["minutes"] = minutes
-            mine["steps"] = steps or steps_that_fit(subject, mine["seconds"], share * subject.weight / seeds)
-    draft = path.with_suffix(".draft")
-    draft.write_text(json.dumps(plan, indent=1) + "\n")
-    draft.rename(path)
-    return plan
 
 
 def measure(

@@ -1,20 +1,14 @@
-"""What is compared: the subjects (a task as every mixer gets it), the mixers, and how many steps fit the time there is."""
+"""What is compared: the subjects (a task as every mixer gets it) and the mixers."""
 
 import dataclasses
-import itertools
-import time
 from typing import Any
 
-import torch
-from torch.utils.data import DataLoader
-
-from .. import models, tasks
+from .. import tasks
 
 MIXERS = ("softmax", "softmax+rope", "cosformer-paper", "cosformer", "elu")
 # The paper's studies: what softmax does (identity, LeakyReLU, ReLU, softmax), the cosine (with and without), and decay.
 STUDY = ("identity", "leaky_relu", "relu", "cosformer-ladder", "cosformer-no-cosine")
 EVALUATIONS = 5  # while training; more would take much of a short run's time
-STEPS = (10, 20, 30, 50, 75, 100, 150, 200, 300, 400, 600, 800, 1000, 1500, 2000, 3000, 4000, 6000, 8000, 10_000)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -31,7 +25,7 @@ class Subject:
     model_fields: dict[str, Any] = dataclasses.field(default_factory=dict)
     training: dict[str, Any] = dataclasses.field(default_factory=dict)
     weight: float = 1.0  # of the time there is
-    most_steps: int = STEPS[-1]
+    most_steps: int = 10_000
     eval_examples: int = 64
     test_examples: int = 256
     after: str | None = None  # start from the same mixer's model of this subject
@@ -175,30 +169,6 @@ def full(root: str) -> list[Subject]:
     ]
 
 
-def seconds_a_step(subject: Subject, task: tasks.Task, mixer: str) -> float:
-    """How long one optimiser step takes here: the faster of two, after one that warms up."""
-    model = models.build(task, mixer=mixer, size=subject.size, fields=subject.model_fields).train()
-    optimiser = torch.optim.AdamW(model.parameters())
-    loader = DataLoader(task.train, batch_size=subject.training["per_device_train_batch_size"], collate_fn=task.collate)
-    batches = itertools.cycle(itertools.islice(loader, 3))
-    took = []
-    for _ in range(3):
-        batch = next(batches)
-        start = time.perf_counter()
-        model(**batch).loss.backward()
-        optimiser.step()
-        optimiser.zero_grad()
-        took.append(time.perf_counter() - start)
-    return min(took[1:])
-
-
-def steps_that_fit(subject: Subject, seconds: dict[str, float], budget: float) -> int:
-    """The largest round number of steps for which all mixers' runs, with their evaluation, take at most `budget` seconds.
-
-    Round numbers, so that two runs on one machine agree on them although no measurement repeats exactly.
-    """
-    batch = subject.training["per_device_train_batch_size"]
-    scored = (EVALUATIONS + 1) * subject.eval_examples + 2 * subject.test_examples
-    fixed = sum(each * scored / batch / 3 for each in seconds.values())  # a forward is about a third of a step
-    room = (budget - fixed) / max(sum(seconds.values()), 1e-9)
-    return max([n for n in STEPS if n <= min(room, subject.most_steps)], default=STEPS[0])
+def mixers_of(subject: Subject, mixers: list[str]) -> list[str]:
+    """The mixers compared on a subject; the paper's studies come with the default ones."""
+    return list(dict.fromkeys([*mixers, *(STUDY if subject.study and set(MIXERS) <= set(mixers) else ())]))
