@@ -158,6 +158,26 @@ def test_mean_pooling_reads_every_kept_token_and_nothing_else():
     assert not torch.allclose(pooled("cls", ids(), mask)[0], got)
 
 
+def test_a_normed_mean_is_the_mean_with_batch_normalisation(tmp_path):
+    torch.manual_seed(0)
+    config = CosformerEncoderConfig(**ENCODER, pooling="normed-mean", num_labels=3)
+    CosformerForMaskedLM(config).save_pretrained(tmp_path)  # it pools nothing, so it has no such norm
+    model, info = CosformerForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
+    assert {"bert.pooled_norm.weight", "bert.pooled_norm.running_mean", "classifier.weight"} <= set(info["missing_keys"])
+    norm, many = model.bert.pooled_norm, torch.cat([ids(), ids().flip(1), ids().roll(3, 1)])
+    assert norm.running_mean.eq(0).all() and norm.running_var.eq(1).all() and norm.num_batches_tracked == 0
+
+    means = model.eval().bert(many).last_hidden_state.mean(1)
+    want = (means - means.mean(0)) / (means.var(0, unbiased=False) + norm.eps).sqrt()
+    got = model.train().bert(many).pooler_output
+    torch.testing.assert_close(got, torch.tanh(model.bert.pooler.dense(want)), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(norm.running_mean, 0.2 * means.mean(0))
+    kept = norm.running_mean.clone()
+    alone = model.bert(many[:1]).pooler_output  # one text, in training: no spread to divide by
+    assert torch.equal(norm.running_mean, kept)
+    torch.testing.assert_close(alone, model.eval().bert(many).pooler_output[:1])
+
+
 def test_pairs_are_read_one_by_one():
     torch.manual_seed(0)
     model = CosformerForPairClassification(CosformerEncoderConfig(**ENCODER, num_labels=2)).eval()
@@ -188,7 +208,7 @@ def test_fields_that_make_no_sense_are_refused(fields, said):
 
 
 def test_encoder_fields_that_make_no_sense_are_refused():
-    with pytest.raises(ValueError, match="pooling is 'max'; one of 'cls', 'mean'"):
+    with pytest.raises(ValueError, match="pooling is 'max'; one of 'cls', 'mean', 'normed-mean'"):
         CosformerEncoderConfig(pooling="max")
     with pytest.raises(ValueError, match='the encoder-decoder has only "learned", as BART does'):
         CosformerSeq2SeqConfig(positions=None)

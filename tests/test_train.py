@@ -163,6 +163,18 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(number, whole
     assert losses[0] == losses[1]
 
 
+def test_batches_of_like_length_and_a_batch_norm_go_on_as_well():
+    """They have a state of their own: the order that was drawn, and what the norm has seen."""
+    options = {"task": "listops", "task_settings": LISTOPS, "model_fields": {"pooling": "normed-mean"}}
+    options["training"] = {"train_sampling_strategy": "group_by_length", "max_steps": 10}  # six steps are an epoch
+    go(run_of(out="whole", **options))
+    for stop in (3, 8):
+        with pytest.raises(train.Interrupted):
+            go(run_of(out=f"run{stop}", **options), watch=Signal(stop, signal.SIGTERM))
+        go(run_of(out=f"run{stop}", **options), resume=True)
+        assert same(f"run{stop}", "whole"), stop
+
+
 def test_a_second_ctrl_c_stops_at_once_and_sigterm_twice_does_not():
     with pytest.raises(KeyboardInterrupt):
         go(watch=Signal(3, signal.SIGINT, times=2))

@@ -61,7 +61,8 @@ class Pieces:
     """A transformers streamer that queues text once its bytes are whole; transformers' own waits for the end of a word."""
 
     def __init__(self, tokenizer):
-        self.tokenizer, self.queue = tokenizer, Queue()
+        self.tokenizer = tokenizer
+        self.queue: Queue[str | None] = Queue()
         self.tokens: list[int] = []
         self.sent = 0  # characters of this line
         self.prompt = True

@@ -8,6 +8,9 @@ from .. import tasks
 MIXERS = ("softmax", "softmax+rope", "cosformer-paper", "cosformer", "elu")
 # The paper's studies: what softmax does (identity, LeakyReLU, ReLU, softmax), the cosine (with and without), and decay.
 STUDY = ("identity", "leaky_relu", "relu", "cosformer-ladder", "cosformer-no-cosine")
+# A class from thousands of tokens, learned from scratch: with plain means or wider first weights, hundreds of steps show nothing.
+LONG = {"pooling": "normed-mean", "initializer_range": 0.02}
+ALIKE = {"train_sampling_strategy": "group_by_length"}  # texts of like length in a batch: less padding
 EVALUATIONS = 5  # while training; more would take much of a short run's time
 
 
@@ -121,8 +124,8 @@ def full(root: str) -> list[Subject]:
             data="SST-2",
             task="classify",
             task_settings={"data": f"{root}/sst2", "length": 256},
-            model_fields={"pooling": "mean"},
-            training=fast(1e-3, 32),
+            model_fields={"pooling": "normed-mean"},
+            training=fast(1e-3, 32, **ALIKE),
             eval_examples=872,
             test_examples=1821,
             after="wikitext2-mlm",
@@ -136,10 +139,10 @@ def full(root: str) -> list[Subject]:
             task="text",
             task_settings={"data": f"{root}/imdb", "holdout": 0.04},
             size="toy",
-            model_fields={"pooling": "mean"},
-            training=fast(5e-4, 4),
-            eval_examples=128,
-            test_examples=500,
+            model_fields=LONG,
+            training=fast(1e-3, 16, **ALIKE),
+            eval_examples=256,
+            test_examples=1_000,
             weight=1.5,
         ),
         Subject(
@@ -150,8 +153,8 @@ def full(root: str) -> list[Subject]:
             task="image",
             task_settings={"data": f"{root}/cifar10-gray"},
             size="toy",
-            model_fields={"pooling": "mean"},
-            training=fast(5e-4, 16),
+            model_fields=LONG,
+            training=fast(2e-3, 16),
             eval_examples=256,
             test_examples=1_000,
         ),
@@ -162,7 +165,7 @@ def full(root: str) -> list[Subject]:
             data="generated as published",
             task="listops",
             size="toy",
-            training=fast(1e-3, 8),
+            training=fast(1e-3, 8, **ALIKE),
             eval_examples=128,
             test_examples=500,
         ),

@@ -3,6 +3,8 @@
 Importing this package registers both with transformers.
 """
 
+from typing import Any
+
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -44,7 +46,7 @@ __all__ = [
     "attach",
 ]
 
-MODELS = {  # config: (Auto class, model) pairs
+MODELS: dict[Any, list[tuple[Any, Any]]] = {  # config: (Auto class, model) pairs
     CosformerConfig: [(AutoModel, CosformerModel), (AutoModelForCausalLM, CosformerForCausalLM)],
     CosformerEncoderConfig: [
         (AutoModel, CosformerEncoderModel),

@@ -40,6 +40,7 @@ class StateLayer(CacheLayerMixin):
 
     def read(self, q: Tensor) -> Tensor:
         """Cross attention over what was absorbed: (B, H, L, D) -> (B, H, L, E)."""
+        assert self.state is not None, "nothing was absorbed"
         return linear_read(q, self.state, relu=True)
 
     def get_seq_length(self) -> int:
@@ -112,7 +113,7 @@ class CosformerCache(DynamicCache):
     def nbytes(self) -> int:
         """The bytes this cache holds."""
         seen = [layer for layer in self.layers if layer.is_initialized]
-        states = (layer.state.tensor for layer in seen if isinstance(layer, StateLayer))
+        states = (layer.state.tensor for layer in seen if isinstance(layer, StateLayer) and layer.state is not None)
         pairs = (t for layer in seen if isinstance(layer, DynamicLayer) for t in (layer.keys, layer.values))
         return sum(t.nbytes for t in (*states, *pairs))
 

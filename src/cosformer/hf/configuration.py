@@ -9,8 +9,12 @@ positions       "learned" (an embedding added to the input), "rope" (for mixers 
 mixer           what mixes tokens in the linear layers: "cosformer", or any other name of cosformer.mixers, for comparisons.
                 Others take no horizon and no decay, and keep no cache: they generate by reading the whole text at every step
 mixer_options   options of that other mixer
-pooling         encoder only: a text's vector is that of its first token ("cls") or the mean of all ("mean")
+pooling         encoder only: a text's vector is that of its first token ("cls"), the mean of all ("mean"), or that mean with
+                batch normalisation ("normed-mean"), for long texts: the means of thousands of tokens are nearly the same for
+                every text, and without it a new model's head takes thousands of steps to tell them apart
 """
+
+from typing import Any
 
 from transformers import BartConfig, BertConfig, LlamaConfig
 
@@ -19,7 +23,7 @@ from .. import mixers
 DECAYS = ("gated", "ladder", None)
 LAYER_TYPES = ("linear_attention", "full_attention")
 POSITIONS = ("learned", "rope", None)
-POOLINGS = ("cls", "mean")
+POOLINGS = ("cls", "mean", "normed-mean")
 
 
 class CosformerConfig(LlamaConfig):
@@ -30,7 +34,7 @@ class CosformerConfig(LlamaConfig):
 
     horizon: int | float | None = None
     decay: str | None = "gated"
-    layer_types: list[str] | None = None
+    layer_types: Any = None  # list[str] as soon as it is made
     positions: str | None = None
     mixer: str = "cosformer"
     mixer_options: dict | None = None
@@ -49,7 +53,7 @@ class CosformerEncoderConfig(BertConfig):
     attention_probs_dropout_prob: float | int = 0.0
     horizon: int | float | None = None
     decay: str | None = "gated"
-    layer_types: list[str] | None = None
+    layer_types: Any = None  # list[str] as soon as it is made
     positions: str | None = "learned"
     mixer: str = "cosformer"
     mixer_options: dict | None = None
@@ -72,11 +76,11 @@ class CosformerSeq2SeqConfig(BartConfig):
 
     horizon: int | float | None = None
     decay: str | None = "gated"
-    layer_types: list[str] | None = None
+    layer_types: Any = None  # list[str] as soon as it is made
     positions: str | None = "learned"
     mixer: str = "cosformer"
     mixer_options: dict | None = None
-    encoder_layer_types: list[str] | None = None
+    encoder_layer_types: Any = None
 
     def __post_init__(self, **kwargs):
         self.layer_types = check_layer_types("layer_types", self.layer_types, self.decoder_layers)

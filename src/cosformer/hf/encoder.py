@@ -46,6 +46,8 @@ class CosformerEncoderModel(CosformerPreTrained, BertModel):
                 self.encoder.layer[i].attention.self = CosformerEncoderAttention(config, i)
         if config.positions != "learned":
             self.embeddings.position_embeddings = NoPositions()
+        if add_pooling_layer and config.pooling == "normed-mean":
+            self.pooled_norm = PooledNorm(config.hidden_size)
         self.post_init()
 
     def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
@@ -59,8 +61,10 @@ class CosformerEncoderModel(CosformerPreTrained, BertModel):
             if kwargs["cu_seqlens"] is not None and "full_attention" in self.config.layer_types:
                 raise ValueError("position_ids mark packed sequences, which BERT's softmax layers do not keep apart")
         out = super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, key_mask=key_mask, **kwargs)
-        if self.pooler is not None and self.config.pooling == "mean":
-            out.pooler_output = self.pooler(mean(out.last_hidden_state, key_mask).unsqueeze(1))  # it reads the first vector
+        if self.pooler is not None and self.config.pooling != "cls":
+            pooled = mean(out.last_hidden_state, key_mask)
+            pooled = self.pooled_norm(pooled) if self.config.pooling == "normed-mean" else pooled
+            out.pooler_output = self.pooler(pooled.unsqueeze(1))  # it reads the first vector
         return out
 
 
@@ -69,6 +73,21 @@ class NoPositions(nn.Module):
 
     def forward(self, position_ids: Tensor) -> Tensor:
         return torch.zeros((), device=position_ids.device)
+
+
+class PooledNorm(nn.BatchNorm1d):
+    """Batch normalisation; a batch of one, which has no spread, is normalised as in evaluation.
+
+    While a model learns, the mean of all texts moves by more than texts differ, so the running one must follow fast.
+    """
+
+    def __init__(self, size: int):
+        super().__init__(size, momentum=0.2)
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        if self.training and len(pooled) > 1:
+            return super().forward(pooled)
+        return nn.functional.batch_norm(pooled, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
 
 
 def mean(hidden: Tensor, mask: Tensor | None) -> Tensor:

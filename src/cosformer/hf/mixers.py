@@ -4,6 +4,8 @@ A mixer is a module: it may have parameters and random draws, which must exist b
 So `attach` gives every attention module of a model its mixer, as a submodule that is saved with the rest, and switches to it.
 """
 
+from typing import Any
+
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
@@ -24,7 +26,7 @@ def attach(model: PreTrainedModel, name: str, **options) -> PreTrainedModel:
 
 
 def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, is_causal=None, **kwargs
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, is_causal=None, **kwargs
 ) -> tuple[Tensor, None]:
     """transformers' attention function over the module's own mixer."""
     refuse(module, kwargs)
@@ -45,7 +47,7 @@ def register() -> None:
         AttentionMaskInterface.register(f"cosformer:{name}", mask)
 
 
-def _build(module: nn.Module, name: str, options: dict) -> nn.Module:
+def _build(module: Any, name: str, options: dict) -> nn.Module:
     config = module.config
     heads = getattr(module, "num_heads", config.num_attention_heads)
     size = getattr(module, "head_dim", config.hidden_size // heads)

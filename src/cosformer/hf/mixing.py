@@ -4,6 +4,8 @@ Sequences packed into the rows of a batch are marked by positions that start aga
 layer looks across one.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers import initialization as init
@@ -29,10 +31,8 @@ class SelfMixing(nn.Module):
         self.heads, self.causal, self.positions = heads, causal, config.max_position_embeddings
         self.horizon = config.max_position_embeddings if config.horizon is None else config.horizon
         self.constant = config.decay == "ladder"
-        if config.decay == "gated":
-            self.gate = DecayGate(config.hidden_size, heads, max_positions=self.positions)
-        else:
-            self.gate = None
+        gated = config.decay == "gated"
+        self.gate = DecayGate(config.hidden_size, heads, max_positions=self.positions) if gated else None
 
     def forward(
         self,
@@ -136,7 +136,10 @@ def packed_boundaries(position_ids: Tensor | None) -> Tensor | None:
     return torch.cat([begins, begins.new_tensor([position_ids.numel()])])
 
 
-class CosformerPreTrained:
+Base: Any = object  # beside an architecture's PreTrainedModel, whose methods are extended here
+
+
+class CosformerPreTrained(Base):
     """What every Cosformer model adds to its architecture's base class: how gates start, which cache `generate` makes."""
 
     @torch.no_grad()
@@ -158,7 +161,8 @@ class CosformerPreTrained:
             raise ValueError(f"{asked}: this model keeps states of constant size; leave it out")
         cache = model_kwargs["past_key_values"] = self.new_cache()
         if generation_mode.value == "assisted_generation" or generation_config.is_assistant:
-            getattr(cache, "self_attention_cache", cache).activate_past_recording()
+            own: Any = getattr(cache, "self_attention_cache", cache)
+            own.activate_past_recording()
 
 
 def refuse_weights(config, kwargs: dict) -> None:

@@ -1,7 +1,7 @@
 """Text to a class: `classify` for one's own table, and Long-Range Arena's `text` (IMDB) and `retrieval` (AAN), as bytes."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -126,7 +126,7 @@ def _write(
             first = encode.encode(row.text(column(row, text, TEXT, argument="text")))
             second = encode.encode(row.text(column(row, pair, PAIR, argument="pair"))) if pair or towers else None
             fields = {"input_ids": np.r_[special.bos, first[: length - 1]], "labels": number[mark]}
-            if towers:
+            if towers and second is not None:
                 fields["pair_input_ids"] = np.r_[special.bos, second[: length - 1]]
             elif second is not None:
                 room = length - 3  # start, separator, end; the longer text gives way first
@@ -161,7 +161,7 @@ def _from_table(
         raise ValueError(f"length must be at least 8; got {length}")
     if data is None:
         key: dict[str, Any] = {"content": "reviews", "seed": seed}
-        read = partial(reviews, seed=seed)
+        read: Callable[[], Iterable[tuple[str, Row]]] = partial(reviews, seed=seed)
     else:
         key = {"content": fingerprint(data), "columns": columns, "holdout": holdout, "seed": seed}
         read = partial(_read, data, columns=columns, holdout=holdout, seed=seed)

@@ -46,6 +46,13 @@ class Published:
     extra_parameters: float = 0.10  # share of parameters a mixer may add to the softmax model's
 
 
+class Rows(Dataset[dict[str, Any]]):
+    """A map-style data set with the length that torch's does not promise."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """Data in, batches and metrics out. Knows nothing of models.
@@ -66,9 +73,9 @@ class Task:
 
     name: str
     kind: str
-    train: Dataset
-    validation: Dataset
-    test: Dataset
+    train: Rows
+    validation: Rows
+    test: Rows
     collate: Callable[[list[dict[str, Any]]], dict[str, Tensor]]
     compute_metrics: Callable[[Any], dict[str, float]]
     preprocess_logits_for_metrics: Callable[[Any, Tensor], Tensor]

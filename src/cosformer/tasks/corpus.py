@@ -51,14 +51,14 @@ class Corpus:
     ):
         self.data, self.text, self.separator, self.holdout, self.seed = data, text, separator, holdout, seed
         if data is None:
-            self.parts: dict[str, list[Path]] | None = {"all": standard_library()}
+            self.parts: dict[str, list[Path]] = {"all": standard_library()}
         else:
             path = locate(data)
-            self.parts = None if path.is_dir() and is_saved_dataset(path) else files(path)
-        forms = {form(file) in TABLES for members in (self.parts or {}).values() for file in members}
+            self.parts = {} if path.is_dir() and is_saved_dataset(path) else files(path)  # a saved data set has no files of ours
+        forms = {form(file) in TABLES for members in self.parts.values() for file in members}
         if len(forms) > 1:
             raise DataError(f"a folder must hold either text or tables ({', '.join(TABLES)}), not both", path=data)
-        self.rows = self.parts is None or forms == {True}
+        self.rows = not self.parts or forms == {True}
 
     def key(self) -> dict[str, Any]:
         """Everything the documents depend on."""
@@ -68,16 +68,14 @@ class Corpus:
     def __iter__(self) -> Iterator[Piece]:
         if self.rows:
             return self._rows()
-        assert self.parts is not None
         missing = [split for split in SPLITS if split not in self.parts]
         return self._by_size(missing) if missing and self._few() else self._by_document(missing)
 
     def _few(self) -> bool:
-        assert self.parts is not None
         return self.separator is None and len(self.parts.get("all") or self.parts["train"]) < round(1 / self.holdout)
 
     def _rows(self) -> Iterator[Piece]:
-        name = None
+        name = ""
         for split, row in split_rows(tables(self.data), holdout=self.holdout, seed=self.seed):
             name = name if name in row.fields else column(row, self.text, TEXT_COLUMNS, argument="text")
             yield split, row.text(name), True

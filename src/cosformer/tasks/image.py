@@ -34,7 +34,7 @@ class _ArraysOnly(pickle.Unpickler):
 
     def find_class(self, module: str, name: str) -> Any:
         if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-            return np._core.multiarray._reconstruct
+            return np._core.multiarray._reconstruct  # type: ignore[attr-defined]
         if (module, name) not in self.allowed:
             raise pickle.UnpicklingError(f"{module}.{name} is not part of an array")
         return super().find_class(module, name)

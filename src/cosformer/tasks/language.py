@@ -71,8 +71,8 @@ def lm(
     encode, tables, size, key = _tables(Corpus(data, text=text, separator=separator, holdout=holdout, seed=seed), tokenizer, cache)
     stride = length // 2 if stride is None else stride
     # Tokens that are not strings of bytes get the training set's mean; exact on the whole, not token by token.
-    lengths = encode.byte_lengths()
-    lengths = size["train"] / len(tables["train"].flat("tokens")) if lengths is None else lengths
+    known = encode.byte_lengths()
+    lengths = size["train"] / len(tables["train"].flat("tokens")) if known is None else known
     return Task(
         name="lm",
         kind="causal-lm",

@@ -87,9 +87,9 @@ def _write_out(rng: np.random.Generator, levels: list[np.ndarray]) -> tuple[np.n
         place = first + before - np.repeat(before[(np.cumsum(arity) - arity)[inner]], arity[inner]) if len(below) else first
     values = symbols[-1]
     for arity, symbol in zip(levels[-2::-1], symbols[-2::-1]):
-        own, inner = symbol.copy(), np.flatnonzero(arity)
-        if len(inner):
-            count = arity[inner]
+        own, inside = symbol.copy(), np.flatnonzero(arity)
+        if len(inside):
+            count = arity[inside]
             starts = np.cumsum(count) - count
             found = np.stack(
                 [
@@ -99,7 +99,7 @@ def _write_out(rng: np.random.Generator, levels: list[np.ndarray]) -> tuple[np.n
                     np.add.reduceat(values, starts) % 10,
                 ]
             )
-            own[inner] = found[symbol[inner] - 10, np.arange(len(inner))]
+            own[inside] = found[symbol[inside] - 10, np.arange(len(inside))]
         values = own
     return tokens, ends, values
 

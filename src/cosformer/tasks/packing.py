@@ -11,13 +11,12 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from .contract import IGNORE
+from .contract import IGNORE, Rows
 from .table import Table
 
 
-class Packed(Dataset):
+class Packed(Rows):
     """Windows of `length` tokens over a table's documents, end to end.
 
     Without `stride` windows do not overlap and a last, shorter one is left out (unless it is the only one): training. With it
@@ -58,7 +57,7 @@ class Packed(Dataset):
         return item
 
 
-class Masked(Dataset):
+class Masked(Rows):
     """Another set's `input_ids` with tokens hidden, and labels where they are.
 
     Of the chosen 15% four fifths become the mask, a tenth another token, a tenth stay (BERT's rule). The choice depends on the
@@ -68,7 +67,7 @@ class Masked(Dataset):
 
     def __init__(
         self,
-        inner: Dataset,
+        inner: Rows,
         *,
         content: np.ndarray,
         mask: int,

@@ -52,7 +52,8 @@ class Drawing:
     dashes: int = 14  # of each curve; distracting ones have a third
 
 
-_LARGE = {"padding": 22, "seed_distance": 27, "radius": 5, "dash": 5, "thickness": 2, "distractor_dashes": 30, "contrast": 1.0}
+_LARGE = Drawing(window=256, margins=(3,), padding=22, seed_distance=27, radius=5, dash=5, thickness=2, continuity=1.8,
+                 distractor_dashes=30, contrast=1.0)  # fmt: skip
 DRAWINGS = {
     32: Drawing(window=32, margins=(1,), padding=1, seed_distance=7, radius=1.5, dash=2, thickness=0.5, continuity=1.0,
                 distractor_dashes=20, contrast=1.5),
@@ -60,8 +61,8 @@ DRAWINGS = {
                 distractor_dashes=22, contrast=0.8),
     128: Drawing(window=128, margins=(2, 3), padding=1, seed_distance=20, radius=3, dash=5, thickness=1.5, continuity=1.8,
                  distractor_dashes=35, contrast=0.9),
-    256: Drawing(window=256, margins=(3,), continuity=1.8, **_LARGE),
-    300: Drawing(window=300, margins=(3,), continuity=1.8, **_LARGE),
+    256: _LARGE,
+    300: replace(_LARGE, window=300),
 }  # fmt: skip
 
 

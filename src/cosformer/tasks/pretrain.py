@@ -6,9 +6,8 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
 
-from .contract import IGNORE, Task
+from .contract import IGNORE, Rows, Task
 from .metrics import LanguageMetrics, TokenScores
 from .packing import Masked, pad
 
@@ -28,10 +27,10 @@ class Collate:
         }
 
 
-class Singles(Dataset):
+class Singles(Rows):
     """Both texts of every pair, one after the other."""
 
-    def __init__(self, pairs: Dataset):
+    def __init__(self, pairs: Rows):
         self.pairs = pairs
 
     def __len__(self) -> int:
@@ -50,7 +49,7 @@ def masked(task: Task, *, share: float, copies: int, seed: int) -> Task:
     roles = (special.pad, special.bos, special.eos, special.sep, special.mask)
     content = np.setdiff1d(np.arange(task.vocab_size), task.tokenizer.all_special_ids if task.tokenizer else roles)
 
-    def hide(rows: Dataset, copies: int) -> Masked:
+    def hide(rows: Rows, copies: int) -> Masked:
         rows = Singles(rows) if task.kind == "pair-classification" else rows
         return Masked(rows, content=content, mask=special.mask, seed=seed, copies=copies, share=share)
 

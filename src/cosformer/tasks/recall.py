@@ -80,7 +80,7 @@ def recall(
         raise ValueError(f"length must be even and at least 4 * pairs; got length={length}, pairs={pairs}")
     if vocabulary // 2 - 1 < pairs:
         raise ValueError(f"vocabulary={vocabulary} has fewer than pairs={pairs} keys")
-    sizes = {"length": length, "pairs": pairs, "vocabulary": vocabulary, "power": power, "blank": blank}
+    sizes: dict[str, Any] = {"length": length, "pairs": pairs, "vocabulary": vocabulary, "power": power, "blank": blank}
     sets = {}
     for number, (split, size) in enumerate(zip(SPLITS, examples, strict=True)):
         sets[split] = Arrays(**associations(np.random.default_rng((seed, 4, number)), size, **sizes))

@@ -1,6 +1,6 @@
 """One sequence to another through cross attention: `seq2seq` for one's own pairs, `reverse` as the toy to be solved."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -121,7 +121,7 @@ def seq2seq(
         raise ValueError(f"length and target_length must be at least 2; got {length} and {target_length}")
     if data is None:
         key: dict[str, Any] = {"content": "dates", "seed": seed}
-        read = partial(dates, seed=seed)
+        read: Callable[[], Iterable[tuple[str, Row]]] = partial(dates, seed=seed)
     else:
         key = {"content": fingerprint(data), "columns": columns, "holdout": holdout, "seed": seed}
         read = partial(_read, data, columns=columns, holdout=holdout, seed=seed)

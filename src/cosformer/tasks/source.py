@@ -29,7 +29,7 @@ SPLIT_WORDS = {
     "test": ("test", "testing"),
 }
 TABLES = (".csv", ".tsv", ".jsonl")
-PACKED = {".gz": gzip.open, ".xz": lzma.open}
+PACKED: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 PIECE = 1 << 18  # bytes read at once
 
 
@@ -298,7 +298,7 @@ def split_rows(parts: dict[str, Iterable[Row]], *, holdout: float | None, seed: 
         raise DataError("expected a folder with files named train and test")
     missing = [split for split in SPLITS if split not in parts] if holdout else []
     for name, records in parts.items():
-        assign = Holdout(share=holdout, seed=seed) if name in ("all", "train") and missing else None
+        assign = Holdout(share=holdout, seed=seed) if holdout and missing and name in ("all", "train") else None
         for index, row in enumerate(records):
             split = assign(index) if assign else name
             yield (split if split in missing or name == "all" else name), row

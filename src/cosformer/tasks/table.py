@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+
+from .contract import Rows
 
 
 class Writer:
@@ -51,7 +52,7 @@ class Writer:
             file.close()
 
 
-class Table(Dataset):
+class Table(Rows):
     """The rows of a folder that `Writer` filled. `table[i]` is a dict of column -> int64 tensor (arrays) or int (numbers)."""
 
     def __init__(self, folder: Path):
@@ -93,7 +94,7 @@ class Table(Dataset):
         return self._numbers[column]
 
 
-class Arrays(Dataset):
+class Arrays(Rows):
     """Rows in memory, for generated sets that are small: arrays of equal length, indexed together."""
 
     def __init__(self, **columns: np.ndarray):

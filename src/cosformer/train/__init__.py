@@ -28,6 +28,7 @@ from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PrinterCall
 from transformers.utils import logging
 
 from .. import models, tasks
+from ..tasks.contract import Rows
 from .loop import UNWRITABLE, Interrupted, Loop, NotFinite, Stopped, last_checkpoint, remove_incomplete
 from .progress import OWN, Bar, Interrupt, Metrics, clock, show, write
 from .settings import DEFAULTS, Run, SettingsError, merge, parse, parser
@@ -188,8 +189,7 @@ def trainer_of(run: Run, task: tasks.Task, model: PreTrainedModel, callbacks: li
         "greater_is_better": task.greater_is_better,
         "per_device_eval_batch_size": batch,
         "data_seed": given["seed"],  # or the order of the data would depend on the number of processes
-        "dataloader_drop_last": size(task.train)
-        >= batch * PartialState().num_processes,  # batches of one size, for the same reason
+        "dataloader_drop_last": len(task.train) >= batch * PartialState().num_processes,  # batches of one size, for the same reason
         "ddp_find_unused_parameters": False,
         "disable_tqdm": True,
         "logging_nan_inf_filter": False,  # a NaN is to be seen
@@ -275,11 +275,7 @@ def scores(trainer: Loop, task: tasks.Task, split: str, *, examples: int | None 
     return {key.removeprefix(f"{split}_"): found[key] for key in found if key.startswith(split) and not key.endswith(OWN)}
 
 
-def size(dataset: Any) -> int:
-    return len(dataset)  # torch's Dataset does not promise a length, ours have one
-
-
-def part(dataset: Any, count: int | None) -> Dataset:
+def part(dataset: Rows, count: int | None) -> Dataset:
     """`count` examples spread evenly over a set; all of it if None."""
     if count is None or count >= len(dataset):
         return dataset

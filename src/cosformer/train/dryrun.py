@@ -16,9 +16,9 @@ import psutil
 import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
-from torch.utils.data import Dataset
 
 from .. import models, tasks
+from ..tasks.contract import Rows
 from ..tasks.metrics import TokenScores
 from . import new_model, scores, trainer_of
 from .settings import DEFAULTS, Run, SettingsError
@@ -190,7 +190,7 @@ def spread(task: tasks.Task, vocabulary: int) -> tasks.Task:
     return dataclasses.replace(task, vocab_size=vocabulary, tokenizer=None, preprocess_logits_for_metrics=scoring, **sets)
 
 
-class Spread(Dataset):
+class Spread(Rows):
     """Another set's tokens, its bytes at equal steps over the vocabulary."""
 
     def __init__(self, inner: Any, vocabulary: int):

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 from torch.distributed.tensor import DTensor
+from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, rotate_checkpoints
 
 from .progress import anybody
@@ -42,6 +43,13 @@ class Loop(Sharded):
 
     def floating_point_ops(self, inputs: Any) -> int:
         return 0  # counting all parameters at every step takes longer than it is worth
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any):
+        sampler = super()._get_train_sampler(*args, **kwargs)
+        if not isinstance(sampler, LengthGroupedSampler):
+            return sampler
+        seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
+        return ByLength(self.get_total_train_batch_size(self.args), lengths=sampler.lengths, seed=seed)
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any):
         """dataloader_drop_last is about training; transformers would leave out examples of the evaluation as well."""
@@ -123,6 +131,24 @@ class Loop(Sharded):
         if self.args.should_save and self.keep is not None:
             best = self.state.best_model_checkpoint
             rotate_checkpoints(output_dir=self.args.output_dir, save_total_limit=self.keep, best_model_checkpoint=best)
+
+
+class ByLength(LengthGroupedSampler):
+    """Examples of like length together, in an order of the seed and the epoch alone.
+
+    transformers' own draws it from the process's random numbers: a run resumed in a later epoch, or another process, draws another.
+    """
+
+    def __init__(self, batch: int, *, lengths: list[int], seed: int):
+        super().__init__(batch, lengths=lengths)
+        self.seed, self.epoch = seed, 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self):
+        self.generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        return super().__iter__()
 
 
 def last_checkpoint(out: Path) -> Path | None:
