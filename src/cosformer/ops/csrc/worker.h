@@ -3,114 +3,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
-#include <memory>
-#include <new>
 
-#include "cosformer.h"
 #include "gemm.h"
 #include "rows.h"
-
-#ifdef __SANITIZE_ADDRESS__
-#include <sanitizer/asan_interface.h>
-#endif
+#include "scratch.h"
+#include "sequence.h"
 
 namespace {
-
-// One head of one sequence: where its rows are, and its constants.
-struct Sequence {
-    int64_t D, E, parts, F;  // phi has `parts` = 2 (cosine, sine) or 1 pieces of D numbers, F together
-    int64_t L, S, q_offset, position;
-    bool causal, relu, signed_norm;
-    float eps;
-    double theta;
-    const float *rate;  // NULL: no decay
-    bool rate_per_position;  // else *rate everywhere
-    int64_t rate_step;
-    const uint8_t *mask;
-    int64_t mask_step;
-    Rows q, k, v, out, dout, dq, dk, dv;
-    Rows state_in, state_out, dstate_out, dstate_in;
-    float *norm;
-    double *dA, *ddecay;  // or NULL: see cosformer_grads
-
-    // The normaliser, held away from zero.
-    bool clamped(float z) const { return (signed_norm ? std::fabs(z) : z) < eps; }
-    float clamp(float z) const { return clamped(z) ? (signed_norm && z < 0 ? -eps : eps) : z; }
-    bool seen(int64_t key) const { return !mask || mask[key * mask_step]; }
-    int64_t chunk() const {  // measured: D = E = 64; a chunk's own pairs cost more the longer it is
-        return D > 64 || E > 64 || COLS > 16 ? 64 : causal || rate ? 48 : 80;
-    }
-};
-
-// Positions [start, start + n) of a sequence; which of them hold queries and keys is the same for all of them.
-struct Chunk {
-    int64_t start, n;
-    bool queries, keys;
-};
-
-// A state, (E+1) x F.  Not one number of an empty state is ever read, so it needs no clearing.
-struct State {
-    float *at = nullptr;
-    bool empty = true;
-};
-
-// What travels from chunk to chunk: S, pushed by keys and read by queries, and in the backward T, pushed by queries and read by keys.
-struct Carry {
-    State s, t;
-    double decay = 1;  // over all chunks passed
-};
-
-// What one sweep over the chunks has to do.
-struct Sweep {
-    bool rightward = true;  // the state comes from the left
-    bool local = false;     // the chunk's own pairs belong to this sweep
-    bool add_queries = false, add_keys = false;  // to what an earlier sweep wrote
-    bool finish = true;     // forward: divide by the normaliser
-};
-
-// Row strides are an odd number of cache lines, so that a column of a matrix spreads over all sets of the L1 cache.
-constexpr int64_t padded(int64_t n) { return (n + COLS - 1) / COLS * COLS + ((n + COLS - 1) / COLS * COLS / 16 % 2 ? 0 : 16); }
-
-// Aligned memory that a thread keeps from task to task; sizes depend on D and E only.
-class Scratch {
-  public:
-    // Called twice: first to measure, then, with memory, to hand it out.
-    template <class Layout>
-    void reserve(Layout layout) {
-        cursor_ = nullptr;
-        layout();
-        size_t bytes = reinterpret_cast<uintptr_t>(cursor_);
-        if (bytes > size_) {
-            size_ = 0;
-            memory_.reset(static_cast<char *>(std::aligned_alloc(64, bytes)));
-            if (!memory_) throw std::bad_alloc();
-            size_ = bytes;
-            std::memset(memory_.get(), 0, bytes);
-        }
-        cursor_ = memory_.get();
-#ifdef __SANITIZE_ADDRESS__
-        __asan_unpoison_memory_region(cursor_, size_);
-#endif
-        layout();
-    }
-    template <class T>
-    void take(T *&pointer, int64_t count) {
-        pointer = reinterpret_cast<T *>(cursor_);
-        advance((count * sizeof(T) + 63) / 64 * 64);
-#ifdef __SANITIZE_ADDRESS__  // nothing may touch what lies between two buffers
-        if (memory_ && cursor_ > memory_.get()) __asan_poison_memory_region(cursor_, 64);
-        advance(64);
-#endif
-    }
-
-  private:
-    void advance(size_t bytes) { cursor_ = reinterpret_cast<char *>(reinterpret_cast<uintptr_t>(cursor_) + bytes); }
-    struct Free { void operator()(char *p) const { std::free(p); } };
-    std::unique_ptr<char, Free> memory_;
-    size_t size_ = 0;
-    char *cursor_ = nullptr;
-};
 
 inline float dot(const float *a, const float *b, int64_t n) {
     vec sums = {};

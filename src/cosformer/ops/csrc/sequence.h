@@ -1,0 +1,63 @@
+// What is worked on: a head of a sequence, its chunks, the states that travel between them, and what a sweep over them has to do.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "rows.h"
+
+namespace {
+
+// One head of one sequence: where its rows are, and its constants.
+struct Sequence {
+    int64_t D, E, parts, F;  // phi has `parts` = 2 (cosine, sine) or 1 pieces of D numbers, F together
+    int64_t L, S, q_offset, position;
+    bool causal, relu, signed_norm;
+    float eps;
+    double theta;
+    const float *rate;  // NULL: no decay
+    bool rate_per_position;  // else *rate everywhere
+    int64_t rate_step;
+    const uint8_t *mask;
+    int64_t mask_step;
+    Rows q, k, v, out, dout, dq, dk, dv;
+    Rows state_in, state_out, dstate_out, dstate_in;
+    float *norm;
+    double *dA, *ddecay;  // or NULL: see cosformer_grads
+
+    // The normaliser, held away from zero.
+    bool clamped(float z) const { return (signed_norm ? std::fabs(z) : z) < eps; }
+    float clamp(float z) const { return clamped(z) ? (signed_norm && z < 0 ? -eps : eps) : z; }
+    bool seen(int64_t key) const { return !mask || mask[key * mask_step]; }
+    int64_t chunk() const {  // measured: D = E = 64; a chunk's own pairs cost more the longer it is
+        return D > 64 || E > 64 || COLS > 16 ? 64 : causal || rate ? 48 : 80;
+    }
+};
+
+// Positions [start, start + n) of a sequence; which of them hold queries and keys is the same for all of them.
+struct Chunk {
+    int64_t start, n;
+    bool queries, keys;
+};
+
+// A state, (E+1) x F.  Not one number of an empty state is ever read, so it needs no clearing.
+struct State {
+    float *at = nullptr;
+    bool empty = true;
+};
+
+// What travels from chunk to chunk: S, pushed by keys and read by queries, and in the backward T, pushed by queries and read by keys.
+struct Carry {
+    State s, t;
+    double decay = 1;  // over all chunks passed
+};
+
+// What one sweep over the chunks has to do.
+struct Sweep {
+    bool rightward = true;  // the state comes from the left
+    bool local = false;     // the chunk's own pairs belong to this sweep
+    bool add_queries = false, add_keys = false;  // to what an earlier sweep wrote
+    bool finish = true;     // forward: divide by the normaliser
+};
+
+}  // namespace
