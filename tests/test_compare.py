@@ -282,3 +282,18 @@ def test_a_text_of_a_few_rows_is_enough(tmp_path):
     (tmp_path / "a.txt").write_text("a few words, again and again. " * 60)
     subject = plan.demo(str(tmp_path / "a.txt"), 64)[0]
     assert budget.seconds_a_step(subject, subject.build(), "cosformer") > 0
+
+
+def test_a_step_is_timed_on_batches_like_those_of_the_training(monkeypatch):
+    """Grouped by length: of neighbours in length, from the longer half; else as they come."""
+    grouped = dataclasses.replace(TOY, training=plan.fast(1e-3, 4, **plan.ALIKE))
+    task, seen = TOY.build(), []
+    rows = [{"input_ids": torch.arange(2 + 5 * i % 32), "labels": torch.zeros(1)} for i in range(32)]
+    collate = lambda rows: (
+        seen.append(sorted(len(row["input_ids"]) for row in rows)) or task.collate([task.train[i] for i in range(4)])
+    )
+    made = dataclasses.replace(task, train=rows, collate=collate)
+    budget.seconds_a_step(grouped, made, "elu")
+    budget.seconds_a_step(TOY, made, "elu")
+    assert seen[:3] == [list(range(n, n + 4)) for n in (16, 20, 24)]
+    assert seen[3:] == [sorted(len(row["input_ids"]) for row in rows[n : n + 4]) for n in (0, 4, 8)]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader
 
 from .. import models, tasks, train
 from .board import Board
@@ -25,8 +24,11 @@ def seconds_a_step(subject: Subject, task: tasks.Task, mixer: str) -> float:
     """How long one optimiser step takes here: the faster of two, after one that warms up."""
     model = models.build(task, mixer=mixer, size=subject.size, fields=subject.model_fields).train()
     optimiser = torch.optim.AdamW(model.parameters())
-    loader = DataLoader(task.train, batch_size=subject.training["per_device_train_batch_size"], collate_fn=task.collate)
-    batches = itertools.cycle(itertools.islice(loader, 3))
+    size = subject.training["per_device_train_batch_size"]
+    rows = [task.train[i] for i in range(min(8 * size, len(task.train)))]
+    if subject.training.get("train_sampling_strategy") == "group_by_length":
+        rows = sorted(rows, key=lambda row: len(row["input_ids"]))[len(rows) // 2 :]  # above the median: about the mean cost
+    batches = itertools.cycle(task.collate(rows[i : i + size]) for i in range(0, max(1, len(rows) - size + 1), size))
     took = []
     for _ in range(3):
         batch = next(batches)
