@@ -284,16 +284,19 @@ def test_a_text_of_a_few_rows_is_enough(tmp_path):
     assert budget.seconds_a_step(subject, subject.build(), "cosformer") > 0
 
 
-def test_a_step_is_timed_on_batches_like_those_of_the_training(monkeypatch):
+def test_a_step_is_timed_on_batches_like_those_of_the_training():
     """Grouped by length: of neighbours in length, from the longer half; else as they come."""
     grouped = dataclasses.replace(TOY, training=plan.fast(1e-3, 4, **plan.ALIKE))
     task, seen = TOY.build(), []
-    rows = [{"input_ids": torch.arange(2 + 5 * i % 32), "labels": torch.zeros(1)} for i in range(32)]
-    collate = lambda rows: (
-        seen.append(sorted(len(row["input_ids"]) for row in rows)) or task.collate([task.train[i] for i in range(4)])
-    )
+    batch = task.collate([task.train[i] for i in range(4)])
+    rows = [{"input_ids": torch.arange(2 + 5 * i % 32)} for i in range(32)]
+
+    def collate(rows):
+        seen.append(sorted(len(row["input_ids"]) for row in rows))
+        return batch
+
     made = dataclasses.replace(task, train=rows, collate=collate)
     budget.seconds_a_step(grouped, made, "elu")
     budget.seconds_a_step(TOY, made, "elu")
-    assert seen[:3] == [list(range(n, n + 4)) for n in (16, 20, 24)]
+    assert seen[:3] == [list(range(n, n + 4)) for n in (18, 22, 26)]
     assert seen[3:] == [sorted(len(row["input_ids"]) for row in rows[n : n + 4]) for n in (0, 4, 8)]
