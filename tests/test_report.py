@@ -131,11 +131,15 @@ def accuracy(ours, theirs, **more) -> list[dict]:
     [
         (versus(7.0, 7.7), "better", "7.00 against 7.70 of softmax + RoPE, 9.1 % lower, which is better."),
         (versus(7.9, 7.7), "worse", "7.90 against 7.70 of softmax + RoPE, 2.6 % higher, which is worse."),
-        (versus(7.72, 7.7), "tie", "a tie (0.3 % higher; with one seed, 0.5 % is no difference)."),
+        (versus(7.72, 7.7), "tie", "a tie (0.3 % higher; less than 0.5 %)."),
         (versus(7.7, 7.7), "tie", "a tie (equal;"),
         (accuracy(0.5, 0.4), "better", "50.0 % against 40.0 % of softmax + RoPE, 10.0 points higher, which is better."),
         (accuracy(0.4, 0.5), "worse", "10.0 points lower, which is worse."),
         (accuracy(0.504, 0.5), "tie", "a tie (0.4 points higher;"),
+        (accuracy(0.54, 0.5, examples=1000), "tie", "a tie (4.0 points higher; within the error of 1,000 test examples)."),
+        (accuracy(0.55, 0.5, examples=1000), "better", "5.0 points higher, which is better."),
+        (accuracy(0.99, 0.96, examples=1000), "better", "3.0 points higher, which is better."),
+        (accuracy(0.502, 0.5) + accuracy(0.502, 0.5, seed=1), "tie", "a tie (0.2 points higher; less than 0.5 %)."),
         (versus(7.0, 7.7) + versus(7.8, 7.9, seed=1), "tie", "7.40 ± 0.40 against 7.80 ± 0.10 of softmax + RoPE, a tie (5.1 %"),
         (versus(7.0, 7.7) + versus(7.02, 7.72, seed=1), "better", "7.01 ± 0.01 against 7.71 ± 0.01"),
         ([quality()], "missing", "Not measured for both: training cost; decoding cost; lm (softmax + RoPE not measured)."),
@@ -161,6 +165,8 @@ def test_many_tasks_are_counted():
         "Of 3 other tasks it is better than softmax on 1 (a: 10.0 points higher), level with softmax on 1 (c: equal) and worse than"
         " softmax on 1 (b: 10.0 points lower)."
     ) in said(*versus(7.9, 7.7), *three)
+    paper = [{**row, "mixer": row["mixer"].replace("cosformer", "cosformer-paper")} for row in three]
+    assert "Of 3 other tasks cosFormer is better than softmax on 1 (a:" in said(*versus(7.9, 7.7), *paper)  # not the same one
     worse = [{**row, "value": 0.4 if row["mixer"] == "cosformer" else 0.5} for row in three]
     assert "On all 3 tasks cosFormer (recommended) is worse than softmax (a: 10.0 points lower; b:" in said(*worse)
 

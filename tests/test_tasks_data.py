@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from cosformer.tasks import DataError, build, cu_seqlens, segment_ids
 from cosformer.tasks.corpus import Corpus
 from cosformer.tasks.packing import Masked, Packed, WindowCollate
-from cosformer.tasks.source import Holdout, rows
+from cosformer.tasks.source import Holdout, files, rows
 from cosformer.tasks.table import Table, Writer
 from cosformer.tasks.tokens import byte_characters, encoder
 
@@ -245,6 +245,18 @@ def test_documents_by_separator_by_file_and_by_size(tmp_path):
     found = {split for split, text, _ in Corpus(folder) if text}
     assert found == {"train", "validation", "test"}
     assert not any("notes" in text for _, text, _ in Corpus(folder)), "a file that names no split was read"
+
+
+def test_a_name_of_two_splits(tmp_path):
+    """A folder called as a split decides; a file whose name says two is not guessed about, and not left out either."""
+    for name in ("train/a.txt", "train/test_plan.txt", "test/train-notes.txt", "val/b.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("text\n")
+    found = {split: [file.name for file in members] for split, members in files(tmp_path).items()}
+    assert found == {"train": ["a.txt", "test_plan.txt"], "validation": ["b.txt"], "test": ["train-notes.txt"]}
+    (tmp_path / "train_and_test.txt").write_text("text\n")
+    with pytest.raises(DataError, match="train_and_test.txt: the name says train and test; rename it"):
+        files(tmp_path)
 
 
 def test_a_separator_across_two_pieces_is_found(tmp_path, monkeypatch):

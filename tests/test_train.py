@@ -4,6 +4,7 @@ import dataclasses
 import errno
 import json
 import os
+import re
 import shutil
 import signal
 from pathlib import Path
@@ -235,9 +236,9 @@ def test_a_folder_in_use_is_refused():
     with pytest.raises(train.Interrupted):
         go(watch=Signal(1))
     before = checkpoints()
-    with pytest.raises(train.SettingsError, match="run already holds a run; resume it, or choose another folder"):
+    with pytest.raises(train.SettingsError, match="run already holds a run; go on with --resume, or choose another --out"):
         go()
-    with pytest.raises(train.SettingsError, match="run holds another run: its mixer is 'cosformer', not 'softmax'"):
+    with pytest.raises(train.SettingsError, match="run holds another run: its mixer is 'cosformer', not 'softmax'; .*--start run"):
         go(run_of(mixer="softmax"), resume=True)
     with pytest.raises(train.SettingsError, match="run was trained with 4 examples a step, now it would be 2; .*must be 4"):
         go(run_of(training={"per_device_train_batch_size": 2}), resume=True)
@@ -245,6 +246,56 @@ def test_a_folder_in_use_is_refused():
     Path("run").rename("moved")
     go(run_of(out="moved"), resume=True)
     assert json.loads(Path("moved/resolved.json").read_text())["resumed_from"] == "checkpoint-1"
+
+
+def test_checkpoints_of_something_else_are_left_alone():
+    Path("run/checkpoint-500").mkdir(parents=True)
+    for resume in (False, True):
+        with pytest.raises(train.SettingsError, match="run holds checkpoints of something else .there is no run.json.; choose"):
+            go(resume=resume)
+    assert Path("run/checkpoint-500").is_dir() and not Path("run/run.json").exists()
+
+
+def test_a_signal_in_the_last_evaluation_stops_what_would_come_after(whole):
+    class Late(TrainerCallback):
+        def on_evaluate(self, args, state, control, **kwargs):
+            if state.global_step == 6:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(train.Interrupted, match="interrupted by SIGINT after the last step; the run in run is complete"):
+        go(watch=Late())
+    assert same("run", whole) and go(resume=True)["steps"] == 6
+
+
+def test_a_batch_norm_wants_more_than_one_text():
+    run = run_of(
+        "listops", task_settings=LISTOPS, model_fields={"pooling": "normed-mean"}, training={"per_device_train_batch_size": 1}
+    )
+    with pytest.raises(
+        train.SettingsError, match="normed-mean normalises over a batch; --per_device_train_batch_size must be more"
+    ):
+        go(run)
+
+
+def test_a_classifier_is_not_scored_on_other_labels(capsys):
+    def table(name, *labels):
+        rows = [f"text {i} is {labels[i % len(labels)]},{labels[i % len(labels)]}" for i in range(40)]
+        Path(name).write_text("\n".join(["text,label", *rows]))
+
+    table("two.csv", "neg", "pos"), table("three.csv", "neg", "neutral", "pos"), table("other.csv", "bad", "good")
+    go(run_of("classify", task_settings={"data": "two.csv", "length": 16, "holdout": 0.2}))
+    for data, labels in (("three.csv", "neg, neutral, pos"), ("other.csv", "bad, good")):
+        with pytest.raises(SystemExit, match=f"run tells neg, pos apart; the data has {labels}. .*task.labels"):
+            evaluate.main(["run", "--data", data])
+    evaluate.main(["run", "--data", "two.csv", "--set", 'task.labels=["neg", "pos"]'])
+    assert "accuracy" in capsys.readouterr().out
+
+
+def test_texts_that_are_cut_are_counted(capsys):
+    Path("long.csv").write_text("text,label\n" + "\n".join(f"{'long ' * (i % 10)},{i % 2}" for i in range(100)))
+    train.train(run_of("classify", task_settings={"data": "long.csv", "length": 32, "holdout": 0.2}, training={"max_steps": 1}))
+    full = int(re.search(r"(\d+) training texts reach 32 tokens, where longer ones are cut", capsys.readouterr().out).group(1))
+    assert 10 < full < 30  # 3 in 10 of about 60
 
 
 def test_another_spread_of_the_same_batch_goes_on(whole):

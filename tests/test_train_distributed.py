@@ -39,7 +39,12 @@ def run_of(folder: Path, task: str, how: str, *, processes: int) -> train.Run:
     training |= {"per_device_train_batch_size": BATCH // processes, "learning_rate": 3e-3}
     if how == "fsdp":
         training |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": [LAYER[task]]}}
-    return train.Run(task=task, out=str(folder / f"{task}-{how}"), size="toy", task_settings=settings, training=training)
+    fields = {}
+    if task == "classify":  # both look at all rows of a batch, or of an epoch
+        fields["pooling"], training["train_sampling_strategy"] = "normed-mean", "group_by_length"
+    return train.Run(
+        task=task, out=str(folder / f"{task}-{how}"), size="toy", task_settings=settings, model_fields=fields, training=training
+    )
 
 
 class Shards(TrainerCallback):
@@ -92,7 +97,8 @@ def losses(out: Path) -> dict[int, float]:
 def losses_are_those_of_one(folder, task, how):
     want = losses(folder / f"{task}-alone")
     assert len(want) == STEPS and max(want.values()) - min(want.values()) > 1e-3  # the weights change, and so does the loss
-    assert losses(folder / f"{task}-{how}") == pytest.approx(want, abs=1e-5)
+    close = 1e-4 if task == "classify" else 1e-5  # a batch norm divides by the little in which texts differ
+    assert losses(folder / f"{task}-{how}") == pytest.approx(want, abs=close)
 
 
 def scores_and_weights_are_those_of_one(folder, task, how):
@@ -108,7 +114,7 @@ def scores_and_weights_are_those_of_one(folder, task, how):
     a, b = (load_file(folder / f"{task}-{name}" / "model.safetensors") for name in (how, "alone"))
     assert a.keys() == b.keys()
     for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=2e-4)
+        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-3 if task == "classify" else 2e-4)
 
 
 def every_process_holds_its_share(folder, task, how):

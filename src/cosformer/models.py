@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
 
 from . import hf, mixers
 from .tasks import Task
@@ -123,6 +123,12 @@ def build(
 def load(directory: str, kind: str, **fields: Any) -> PreTrainedModel:
     """The saved model of a directory as a model for tasks of `kind`; a head it does not have is drawn anew."""
     return CLASSES[kind].from_pretrained(directory, local_files_only=True, **fields)
+
+
+def labels_of(directory: str) -> list[str]:
+    """The classes a saved model tells apart, in order of id."""
+    names = AutoConfig.from_pretrained(directory, local_files_only=True).id2label
+    return [names[i] for i in sorted(names)]
 
 
 def parameters(model: PreTrainedModel) -> int:

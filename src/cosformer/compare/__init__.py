@@ -87,7 +87,7 @@ def compare(
         board.done(f"{len(cells) - len(open_)} of {len(cells)} cells are done already")
     rest, pace = 60 * minutes * SHARE_OF_COST, Pace(60 * minutes * (1 - SHARE_OF_COST))
     for number, (subject, mixer, seed) in enumerate(open_):
-        if steps is None and not results.has(kind="quality", subject=subject.name):
+        if steps is None and not is_begun(subject, mixers, seeds, results, out=out):
             keep_to(pace, plan, subject, [s for s, _, _ in open_[number:]], seeds=seeds, out=out, board=board)
         expected = [pace.slower * seconds_of(plan, s, m) for s, m, _ in open_[number:]]
         what = f"[{number + 1}/{len(open_)}] {subject.name}, {mixer}" + (f", seed {seed}" if seeds > 1 else "")
@@ -101,6 +101,12 @@ def compare(
     row |= {key: value for key, value in machine().items() if key != "date"} | {"transformers": transformers_version}
     results.add(row | {"memory_gib": memory_gib(), "system": platform.system(), "seeds": list(range(seeds))})
     return results.rows
+
+
+def is_begun(subject: Subject, mixers: list[str], seeds: int, results: Results, *, out: Path) -> bool:
+    """Whether a cell of the subject is finished or has been started: its number of steps must stay then."""
+    folders = (folder_of(subject, mixer, seed, out=out) for mixer in mixers_of(subject, mixers) for seed in range(seeds))
+    return results.has(kind="quality", subject=subject.name) or any((folder / "run.json").exists() for folder in folders)
 
 
 def measure(
@@ -172,7 +178,7 @@ def main(argv: list[str]) -> None:
         subjects = chosen(given)
         for mixer in given.mixers:
             models.mixer_fields(mixer)
-        minutes = given.minutes or (10.0 * len(subjects) * len(given.mixers) if given.full else 7.0)
+        minutes = given.minutes or (10.0 * len(subjects) * len(given.mixers) * given.seeds if given.full else 7.0)
         rows = compare(
             subjects,
             given.mixers,
@@ -210,7 +216,7 @@ def chosen(given: argparse.Namespace) -> list[Subject]:
     if given.full and given.length:
         raise train.SettingsError("--length goes with lm of the default comparison; the sets of --full have their own")
     if importlib.util.find_spec("matplotlib") is None:
-        raise train.SettingsError("the report needs matplotlib: pip install 'cosformer[report]'")
+        raise train.SettingsError("the report needs matplotlib; in the clone: pip install '.[report]'")
     if given.full and not given.data:
         raise train.SettingsError("--full needs --data: the folder that holds wikitext-2, imdb, sst2 and cifar10-gray")
     found = full(given.data) if given.full else demo(given.data, given.length)

@@ -45,11 +45,16 @@ def steps_that_fit(subject: Subject, seconds: dict[str, float], budget: float) -
 
     Round numbers, so that two runs on one machine agree on them although no measurement repeats exactly.
     """
-    batch = subject.training["per_device_train_batch_size"]
+    steps = [
+        n for n in STEPS if n <= subject.most_steps and sum(cell_seconds(subject, each, n) for each in seconds.values()) <= budget
+    ]
+    return max(steps, default=STEPS[0])
+
+
+def cell_seconds(subject: Subject, step: float, steps: int) -> float:
+    """What a cell takes: training, and its evaluations, of which a forward is about a third of a step."""
     scored = (EVALUATIONS + 1) * subject.eval_examples + 2 * subject.test_examples
-    fixed = sum(each * scored / batch / 3 for each in seconds.values())  # a forward is about a third of a step
-    room = (budget - fixed) / max(sum(seconds.values()), 1e-9)
-    return max([n for n in STEPS if n <= min(room, subject.most_steps)], default=STEPS[0])
+    return step * (steps + scored / subject.training["per_device_train_batch_size"] / 3)
 
 
 def plan_of(
@@ -94,8 +99,8 @@ def save(plan: dict[str, Any], out: Path) -> None:
 
 
 def seconds_of(plan: dict[str, Any], subject: Subject, mixer: str) -> float:
-    """What a cell is expected to take; a third on top of its steps, for starting, evaluating and saving."""
-    return plan[subject.name]["seconds"][mixer] * plan[subject.name]["steps"] * 1.3
+    """What a planned cell is expected to take; a sixth on top, for starting and saving."""
+    return 1.17 * cell_seconds(subject, plan[subject.name]["seconds"][mixer], plan[subject.name]["steps"])
 
 
 class Pace:

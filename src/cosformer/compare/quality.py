@@ -69,6 +69,7 @@ def cell(subject: Subject, mixer: str, seed: int, *, steps: int, out: Path, watc
         "mixer": mixer,
         "seed": seed,
         "steps": steps,
+        "examples": min(subject.test_examples, len(task.test)),
         "length": task.max_length,
         "batch": subject.training["per_device_train_batch_size"],
         "size": f"{subject.size} ({models.size_of(subject.size, task)})",
@@ -83,13 +84,15 @@ def cell(subject: Subject, mixer: str, seed: int, *, steps: int, out: Path, watc
             models.build(task, mixer=mixer, size=subject.size, fields=subject.model_fields)
     except ValueError as error:
         return row | {"status": "refused", "reason": str(error)}
+    if run.start and not Path(run.start, "config.json").exists():
+        return row | {"status": "failed", "reason": f"{subject.after} left no model to start from"}
     try:
         result = train.train(run, resume=True, watch=watch)
     except train.NotFinite as stopped:  # anything else, an interruption or a full disk, is not the mixer's: the next start goes on
         return row | {"status": "failed", "reason": str(stopped).split(";")[0]}
     for checkpoint in Path(run.out).glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
-    speed = median_speed(run.out)
+    speed = speed_of(run.out)
     curve = [point(line, task.metric, speed) for line in read(Path(run.out) / "metrics.jsonl")]
     curve = [entry for entry in curve if len(entry) > 3]
     value = result["test"][task.metric]
@@ -107,7 +110,9 @@ def point(line: dict[str, Any], metric: str, speed: float) -> dict[str, Any]:
     return kept
 
 
-def median_speed(out: str) -> float:
-    """Tokens a second between two lines of metrics; evaluation is not between them."""
-    speeds = sorted(line["tokens_per_second"] for line in read(Path(out) / "metrics.jsonl") if "tokens_per_second" in line)
-    return speeds[len(speeds) // 2]
+def speed_of(out: str) -> float:
+    """Tokens a second while training, evaluation left out. Not the median of the lines: where batches differ in length, the long
+    ones hold most of the tokens, and those of softmax take longest."""
+    lines = [line for line in read(Path(out) / "metrics.jsonl") if "tokens_per_second" in line]
+    tokens = [now["tokens"] - before for now, before in zip(lines, [0, *(line["tokens"] for line in lines)])]
+    return sum(tokens) / sum(count / line["tokens_per_second"] for count, line in zip(tokens, lines))

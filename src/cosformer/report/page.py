@@ -140,7 +140,8 @@ def _summary(results: Results) -> str:
     columns = [Column(head, words=True) for head in heads]
     body = [(name, [Entry(text) for text in rest]) for name, *rest in rows]
     note = (
-        "Compared with the better of softmax and softmax + RoPE. Tie: within the spread between seeds; with one seed, below 0.5 %."
+        "Compared with the better of softmax and softmax + RoPE. Tie: within the spread between seeds, within two standard errors"
+        " of the difference of two accuracies on so many test examples, or within 0.5 %."
     )
     return f'<div class="lead">{lead}</div>\n' + table_html(Table("Task by task", task, columns, {"": body}, note), "verdicts")
 

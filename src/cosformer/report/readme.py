@@ -13,9 +13,8 @@ def numbers(rows: list[dict]) -> str:
     """What a page says of the rows, as Markdown."""
     if any("kind" in row for row in rows):
         return _headline(rows)
-    parts = [_operator_table([r for r in rows if r.get("bench") == "operators"])]
-    models = [r for r in rows if r.get("bench") == "models"]
-    return "\n\n".join(parts + ([_model_table(models)] if models else []))
+    kinds = (("operators", _operator_table), ("models", _model_table))
+    return "\n\n".join(table(mine) for kind, table in kinds if (mine := [r for r in rows if r.get("bench") == kind]))
 
 
 def _headline(rows: list[dict]) -> str:

@@ -23,7 +23,7 @@ OPTIONAL: dict[str, Any] = {
     **dict.fromkeys(("title", "reason", "metric", "size", "data", "what", "started", "cpu", "isa", "figure", "command"), str),
     **dict.fromkeys(("value", "seconds", "tokens_per_second", "ms_low", "ms_high", "memory_mib", "minutes", "memory_gib"), NUMBER),
     **dict.fromkeys(
-        ("steps", "tokens", "parameters", "length", "batch", "cache_bytes", "heads", "threads", "layer", "head"), NUMBER
+        ("steps", "tokens", "parameters", "examples", "length", "batch", "cache_bytes", "heads", "threads", "layer", "head"), NUMBER
     ),
     **dict.fromkeys(("torch", "cosformer", "transformers", "python"), str),
     **dict.fromkeys(("metrics", "start", "settings"), dict),
@@ -94,6 +94,11 @@ class Experiment:
     @property
     def seeds(self) -> int:
         return max((len(cell.done) for cell in self.cells), default=0)
+
+    @property
+    def examples(self) -> int | None:
+        """How many the scores were taken on, if the results say."""
+        return min((int(r["examples"]) for r in self.rows if r.get("examples")), default=None)
 
     def cell(self, mixer: str) -> Cell | None:
         """The mixer's cell; the best, if it was tried with several settings."""

@@ -4,6 +4,7 @@ cosFormer (recommended) is compared with softmax: in quality with the better of 
 with softmax + RoPE if it was measured.
 """
 
+import math
 import textwrap
 from dataclasses import dataclass
 
@@ -12,7 +13,7 @@ from .style import digits, listed, looks, metric_name, mib, percent, score, time
 
 OURS = ("cosformer", "cosformer-paper")
 THEIRS = ("softmax+rope", "softmax")
-TIE = 0.005  # with one seed nothing smaller is a difference: of the value, or of 1 where the metric is a share
+TIE = 0.005  # nothing smaller is a difference: of the value, or of 1 where the metric is a share
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,7 @@ class Verdict:
     theirs: Cell | None
     outcome: str  # better, worse, tie, missing
     difference: str  # "2.6 % higher"; why nothing can be said, if missing
+    margin: str = ""  # why a tie is one
 
 
 def name(mixer: str) -> str:
@@ -46,21 +48,23 @@ def verdict(experiment: Experiment) -> Verdict:
         size, difference = 1.0, f"{100 * abs(a - b):.1f} points"
     else:
         size, difference = abs(b), f"{100 * abs(a - b) / abs(b):.1f} %" if b else digits(abs(a - b))
-    margin = TIE * size if a_spread is None and b_spread is None else (a_spread or 0) + (b_spread or 0)
+    margins = {f"less than {TIE:.1%}".replace("%", " %"): TIE * size}
+    if a_spread is not None or b_spread is not None:
+        margins["within the spread between seeds"] = (a_spread or 0) + (b_spread or 0)
+    if percent(experiment.metric) and experiment.examples and 0 <= min(a, b) and max(a, b) <= 1:
+        error = 2 * math.sqrt((a * (1 - a) + b * (1 - b)) / experiment.examples)  # two standard errors of the difference
+        margins[f"within the error of {experiment.examples:,} test examples"] = error
+    why, margin = max(margins.items(), key=lambda item: item[1])
     difference += " higher" if a > b else " lower"
     if a == b:
         difference = "equal"
     outcome = "tie" if abs(a - b) <= margin else "better" if (a > b) == experiment.greater else "worse"
-    return Verdict(experiment, ours, theirs, outcome, difference)
+    return Verdict(experiment, ours, theirs, outcome, difference, why)
 
 
 def _first(experiment: Experiment, mixers: tuple[str, ...]) -> Cell | None:
     cells = [c for m in mixers if (c := experiment.cell(m))]
     return next((c for c in cells if c.value), cells[0] if cells else None)
-
-
-def why_tie(v: Verdict) -> str:
-    return "within the spread between seeds" if v.experiment.seeds > 1 else "with one seed, 0.5 % is no difference"
 
 
 def quality_sentence(v: Verdict) -> str:
@@ -70,7 +74,7 @@ def quality_sentence(v: Verdict) -> str:
     metric = v.experiment.metric
     unit = " %" if percent(metric) else ""
     a, b = (score(metric, *cell.value) + unit for cell in (v.ours, v.theirs) if cell.value)
-    found = f"a tie ({v.difference}; {why_tie(v)})" if v.outcome == "tie" else f"{v.difference}, which is {v.outcome}"
+    found = f"a tie ({v.difference}; {v.margin})" if v.outcome == "tie" else f"{v.difference}, which is {v.outcome}"
     what = metric_name(metric).removesuffix(", %")
     return f"{v.experiment.title}: the {what} of {name(v.ours.mixer)} is {a} against {b} of {name(v.theirs.mixer)}, {found}."
 
@@ -86,8 +90,8 @@ def quality_sentences(results: Results) -> list[str]:
     for outcome, words in (("better", "better than softmax"), ("tie", "level with softmax"), ("worse", "worse than softmax")):
         if found := [f"{v.experiment.title}: {v.difference}" for v in rest if v.outcome == outcome]:
             parts.append(f"{words} on {'all' if len(found) == len(rest) else len(found)} ({'; '.join(found)})")
-    ours = rest[0].ours
-    who = "it" if first or not ours else name(ours.mixer)
+    mixers = {v.ours.mixer for v in compared if v.ours}  # not the same one everywhere: the table says which
+    who = ("it" if first else name(mixers.pop())) if len(mixers) == 1 else "cosFormer"
     tasks = f"{len(rest)} {'other ' if first else ''}tasks"
     if len(parts) == 1:
         said = f"On {'both' if len(rest) == 2 else 'all'} {tasks.removeprefix('2 ')} {who} is {parts[0].replace(' on all', '', 1)}."

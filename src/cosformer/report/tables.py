@@ -113,7 +113,7 @@ def seeds_note(experiments: list[Experiment]) -> str:
     """What stands behind a value."""
     if max((e.seeds for e in experiments), default=0) > 1:
         return "Mean over seeds ± half the range between them."
-    return "One seed: differences below 0.5 % say nothing."
+    return "One seed: another one may change the order of close figures."
 
 
 def one_task(e: Experiment, table: PaperTable | None = None, column: str = "") -> Table:

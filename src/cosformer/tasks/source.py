@@ -80,7 +80,7 @@ def locate(data: Any) -> Path:
 def files(data: Any) -> dict[str, list[Path]]:
     """The files of each split, by words in their names (`train.txt`, `x_val.tsv`, `test/...`); {"all": [...]} if none says.
 
-    Hidden files are left out, and so are files that name no split when others do.
+    Hidden files are left out, and so are files that name no split when others do. A folder called as a split has all that is in it.
     """
     path = locate(data)
     if path.is_file():
@@ -89,13 +89,21 @@ def files(data: Any) -> dict[str, list[Path]]:
     if not found:
         raise DataError("the folder holds no files", path=path)
     splits: dict[str, list[Path]] = {}
+    unclear: list[tuple[Path, list[str]]] = []
     for file in found:
-        words = set(re.split(r"[^a-z]+", str(file.relative_to(path)).lower()))
-        named = [split for split in SPLITS if words & set(SPLIT_WORDS[split])]
-        if len(named) == 1:
+        name = file.relative_to(path)
+        folders = [split for split in SPLITS for folder in name.parts[:-1] if folder.lower() in SPLIT_WORDS[split]]
+        words = set(re.split(r"[^a-z]+", str(name).lower()))
+        named = folders[:1] or [split for split in SPLITS if words & set(SPLIT_WORDS[split])]
+        if len(named) > 1:
+            unclear.append((file, named))
+        elif named:
             splits.setdefault(named[0], []).append(file)
     if "train" not in splits:
         return {"all": found}
+    if unclear:
+        file, named = unclear[0]
+        raise DataError(f"the name says {' and '.join(named)}; rename it, so that it is one of them", path=file)
     return splits
 
 

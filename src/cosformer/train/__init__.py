@@ -21,6 +21,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from accelerate import PartialState
 from torch.utils.data import Dataset, Subset
@@ -29,6 +30,7 @@ from transformers.utils import logging
 
 from .. import models, tasks
 from ..tasks.contract import Rows
+from ..tasks.table import Table
 from .loop import UNWRITABLE, Interrupted, Loop, NotFinite, Stopped, last_checkpoint, remove_incomplete
 from .progress import OWN, Bar, Interrupt, Metrics, clock, show, write
 from .settings import DEFAULTS, Run, SettingsError, merge, parse, parser
@@ -47,7 +49,9 @@ def train(run: Run, *, resume: bool = False, watch: TrainerCallback | None = Non
     """
     out = Path(run.out)
     if (out / "run.json").exists() and not resume:
-        raise SettingsError(f"{out} already holds a run; resume it, or choose another folder")
+        raise SettingsError(f"{out} already holds a run; go on with --resume, or choose another --out")
+    if not (out / "run.json").exists() and any(out.glob("checkpoint-*")):
+        raise SettingsError(f"{out} holds checkpoints of something else (there is no run.json); choose another --out")
     if (out / "run.json").exists() and (difference := first_difference(Run.load(out / "run.json"), run)):
         raise SettingsError(f"{out} holds another run: {difference}")
     if (out / "result.json").exists():
@@ -106,6 +110,10 @@ def _train(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallb
         model = new_model(run, task, start=start)
         metrics = Metrics(out / "metrics.jsonl")
         trainer = trainer_of(run, task, model, [interrupt, metrics, watch or Bar()])
+        if getattr(model.config, "pooling", None) == "normed-mean" and trainer.args.train_batch_size * trainer.args.world_size == 1:
+            raise SettingsError(
+                "model.pooling=normed-mean normalises over a batch; --per_device_train_batch_size must be 2 or more"
+            )
         first = trainer.is_world_process_zero()
         if first:
             remove_incomplete(out)
@@ -139,6 +147,8 @@ def _train(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallb
             }
             if first:
                 write(out / "result.json", json.dumps(result, indent=1) + "\n")
+            if interrupt.asked is not None:  # during the last evaluation; what comes after this run must not begin
+                raise Interrupted(f"interrupted by {interrupt.asked} after the last step; the run in {out} is complete")
         except UNWRITABLE as error:
             raise Stopped(f"{error}; {trainer.what_is_left()}") from error
     return result
@@ -263,6 +273,12 @@ def announce(run: Run, task: tasks.Task, model) -> None:
             more += f": more than the {task.published.extra_parameters:.0%} this benchmark allows"
     sets = ", ".join(f"{len(getattr(task, split)):,} {split}" for split in tasks.SPLITS)
     print(f"{task.name}, {run.mixer}: {count:,} parameters{more}; {sets} examples of up to {task.max_length:,} tokens", flush=True)
+    if isinstance(task.train, Table) and task.tokenizer is not None:
+        full = int((np.diff(task.train.ends("input_ids"), prepend=0) == task.max_length).sum())
+        if full:
+            print(
+                f"{full:,} training texts reach {task.max_length:,} tokens, where longer ones are cut; --length sets it", flush=True
+            )
 
 
 def scores(trainer: Loop, task: tasks.Task, split: str, *, examples: int | None = None) -> dict[str, float]:
@@ -288,7 +304,7 @@ def first_difference(saved: Run, given: Run) -> str | None:
     for run in (a, b):
         run["training"] = {key: value for key, value in run["training"].items() if key not in SPREAD}
     name = next((name for name in a if name != "out" and a[name] != b[name]), None)
-    return name and f"its {name} is {a[name]!r}, not {b[name]!r}"
+    return name and f"its {name} is {a[name]!r}, not {b[name]!r}; to train it further: --start {given.out} and another --out"
 
 
 def main(argv: list[str]) -> None:

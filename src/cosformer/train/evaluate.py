@@ -18,6 +18,11 @@ def evaluate(run: Run, model: str | Path, *, split: str = "test") -> dict[str, f
     head = json.loads((Path(model) / "config.json").read_text()).get("architectures") or [None]
     if head[0] != models.CLASSES[task.kind].__name__:
         raise SettingsError(f"{model} is a {head[0]}, which knows nothing of task {task.name!r} yet; cosformer finetune trains it")
+    if task.num_labels is not None:
+        labels = models.labels_of(str(model))
+        if labels != list(task.labels):
+            told = f"{model} tells {', '.join(labels)} apart; the data has {', '.join(task.labels)}"
+            raise SettingsError(f"{told}. If it is a part of them, name them all: --set task.labels='{json.dumps(labels)}'")
     with tempfile.TemporaryDirectory() as nowhere:
         run = dataclasses.replace(run, out=nowhere, model_fields={}, training=run.training | {"report_to": []})
         return scores(trainer_of(run, task, new_model(run, task, start=str(model)), []), task, split, examples=run.test_examples)

@@ -40,6 +40,7 @@ class Loop(Sharded):
     def __init__(self, *args: Any, keep: int | None, **kwargs: Any):
         super().__init__(*args, **kwargs)
         self.keep, self.loss = keep, 0.0
+        self.by_length: ByLength | None = None
 
     def floating_point_ops(self, inputs: Any) -> int:
         return 0  # counting all parameters at every step takes longer than it is worth
@@ -49,7 +50,8 @@ class Loop(Sharded):
         if not isinstance(sampler, LengthGroupedSampler):
             return sampler
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        return ByLength(self.get_total_train_batch_size(self.args), lengths=sampler.lengths, seed=seed)
+        self.by_length = ByLength(self.get_total_train_batch_size(self.args), lengths=sampler.lengths, seed=seed)
+        return self.by_length
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any):
         """dataloader_drop_last is about training; transformers would leave out examples of the evaluation as well."""
@@ -74,9 +76,11 @@ class Loop(Sharded):
             self.state.best_model_checkpoint = str(best)
         return found
 
-    def _run_epoch(self, *args: Any, **kwargs: Any) -> None:
+    def _run_epoch(self, model: Any, epoch: int, *args: Any, **kwargs: Any) -> None:
+        if self.by_length is not None:  # accelerate does not reach it through the samplers of a resumed, distributed run
+            self.by_length.set_epoch(epoch)
         if self.state.global_step < self.state.max_steps:  # resumed from its last step, transformers would add another
-            super()._run_epoch(*args, **kwargs)
+            super()._run_epoch(model, epoch, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any):
         loss = super().training_step(*args, **kwargs)
