@@ -258,8 +258,12 @@ def test_checkpoints_of_something_else_are_left_alone():
 
 def test_a_signal_in_the_last_evaluation_stops_what_would_come_after(whole):
     class Late(TrainerCallback):
+        times = 0
+
         def on_evaluate(self, args, state, control, **kwargs):
-            if state.global_step == 6:
+            self.times += state.global_step == 6
+            if self.times == 1:  # the scores come after it
+                self.times += 1
                 os.kill(os.getpid(), signal.SIGINT)
 
     with pytest.raises(train.Interrupted, match="interrupted by SIGINT after the last step; the run in run is complete"):
@@ -271,9 +275,7 @@ def test_a_batch_norm_wants_more_than_one_text():
     run = run_of(
         "listops", task_settings=LISTOPS, model_fields={"pooling": "normed-mean"}, training={"per_device_train_batch_size": 1}
     )
-    with pytest.raises(
-        train.SettingsError, match="normed-mean normalises over a batch; --per_device_train_batch_size must be more"
-    ):
+    with pytest.raises(train.SettingsError, match="normed-mean normalises over a batch; --per_device_train_batch_size must be 2"):
         go(run)
 
 
@@ -285,17 +287,18 @@ def test_a_classifier_is_not_scored_on_other_labels(capsys):
     table("two.csv", "neg", "pos"), table("three.csv", "neg", "neutral", "pos"), table("other.csv", "bad", "good")
     go(run_of("classify", task_settings={"data": "two.csv", "length": 16, "holdout": 0.2}))
     for data, labels in (("three.csv", "neg, neutral, pos"), ("other.csv", "bad, good")):
-        with pytest.raises(SystemExit, match=f"run tells neg, pos apart; the data has {labels}. .*task.labels"):
+        with pytest.raises(SystemExit):
             evaluate.main(["run", "--data", data])
+        assert f"run tells neg, pos apart; the data has {labels}. If it is a part" in capsys.readouterr().err
     evaluate.main(["run", "--data", "two.csv", "--set", 'task.labels=["neg", "pos"]'])
     assert "accuracy" in capsys.readouterr().out
 
 
 def test_texts_that_are_cut_are_counted(capsys):
-    Path("long.csv").write_text("text,label\n" + "\n".join(f"{'long ' * (i % 10)},{i % 2}" for i in range(100)))
+    Path("long.csv").write_text("text,label\n" + "\n".join(f"{'long ' * (1 + i % 10)},{i % 2}" for i in range(100)))
     train.train(run_of("classify", task_settings={"data": "long.csv", "length": 32, "holdout": 0.2}, training={"max_steps": 1}))
     full = int(re.search(r"(\d+) training texts reach 32 tokens, where longer ones are cut", capsys.readouterr().out).group(1))
-    assert 10 < full < 30  # 3 in 10 of about 60
+    assert 15 < full < 33  # 4 in 10 of about 60
 
 
 def test_another_spread_of_the_same_batch_goes_on(whole):

@@ -112,9 +112,10 @@ def scores_and_weights_are_those_of_one(folder, task, how):
         scores.pop("loss")  # the Trainer's mean of means of batches, which are others in one process
     assert found == pytest.approx(got["test"], rel=1e-4)
     a, b = (load_file(folder / f"{task}-{name}" / "model.safetensors") for name in (how, "alone"))
+    atol = 2e-2 if task == "classify" else 2e-4  # a shift before a batch norm has noise for a gradient, and Adam follows noise
     assert a.keys() == b.keys()
     for name in a:
-        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=1e-3 if task == "classify" else 2e-4)
+        torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=atol)
 
 
 def every_process_holds_its_share(folder, task, how):
