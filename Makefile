@@ -9,7 +9,7 @@ SECONDS_FUZZ ?= 300
 
 .PHONY: demo test test-slow lint bench fuzz clean
 
-demo: .venv/installed
+demo: .venv/ready
 	$(BIN)/cosformer compare
 
 test: lint
@@ -35,10 +35,18 @@ bench: .venv/installed
 fuzz: .venv/installed
 	$(BIN)/python tests/test_native.py $(SECONDS_FUZZ)
 
+# The demo needs less than the tests: .venv/ready is what it runs with, .venv/installed everything.
+PIP = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable
+
+.venv/ready: pyproject.toml constraints.txt $(KERNEL)
+	$(PYTHON) -m venv .venv
+	$(PIP) '.[train,report]'
+	touch $@
+
 .venv/installed: pyproject.toml constraints.txt $(KERNEL)
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	touch $@
+	$(PIP) '.[dev]'
+	touch .venv/ready $@
 
 clean:
 	rm -rf .venv build dist

@@ -119,7 +119,7 @@ def _css() -> str:
 
 def _subtitle(results: Results) -> str:
     tasks = len({(e.task, e.title) for e in results.experiments})
-    parts = [f"{_many(len(results.mixers), 'attention mechanism')} at equal size", _many(tasks, "task")]
+    parts = [f"{_many(len(results.mixers), 'attention mechanism')} with the same layers, width and heads", _many(tasks, "task")]
     if results.runs:
         run = results.runs[-1]
         parts += [str(v) for v in (run.get("cpu"), (run.get("started") or "")[:10]) if v]
