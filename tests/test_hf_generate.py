@@ -1,15 +1,17 @@
 """`cosformer generate`: streams what the model would generate, and says clearly what is wrong with a directory."""
 
+import math
+
 import pytest
 import torch
 
 pytest.importorskip("transformers")
 
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import BartConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import cosformer.hf as hf
-from cosformer.generate import generate, load, main
+from cosformer.generate import generate, load, main, room
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {
@@ -120,4 +122,40 @@ def test_bad_arguments_are_named(directory, capsys):
     assert "--prompt is empty" in fails(capsys, *there, "--prompt", "")
     assert "--max-new-tokens is 0; it must be at least 1" in fails(capsys, *there, "--prompt", "a", "--max-new-tokens", "0")
     assert "--temperature is -1.0" in fails(capsys, *there, "--prompt", "a", "--temperature", "-1")
-    assert "66 tokens reach past the horizon of 64" in fails(capsys, *there, "--prompt", "a" * 60, "--max-new-tokens", "30")
+
+
+def test_what_the_horizon_leaves_no_room_for_is_refused_before_decoding(directory, capsys):
+    there = ("--model", str(directory), "--prompt")
+    said = "--max-new-tokens is 7, but after a prompt of 60 tokens this model can write 6: it reads at most 65 tokens"
+    assert said in fails(capsys, *there, "a" * 60, "--max-new-tokens", "7")
+    assert "--prompt has 66 tokens, but this model reads at most 65" in fails(capsys, *there, "a" * 66)
+    for asked in (("--max-new-tokens", "6"), ()):  # by default, at most what there is room for
+        main([*there, "a" * 60, *asked])
+        out = capsys.readouterr().out
+        assert out == expected(directory, "a" * 60, max_new_tokens=6, do_sample=False) + "\n"
+    model, _ = load(directory)
+    ids = torch.randint(3, 200, (1, 60))
+    with pytest.raises(ValueError, match="66 tokens reach past the horizon of 64"):  # the model itself agrees
+        model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=7)
+
+
+@pytest.mark.parametrize(
+    ("config", "left"),
+    [
+        (hf.CosformerConfig(**SIZES), 56),
+        (hf.CosformerConfig(**SIZES, horizon=20), 12),
+        (hf.CosformerConfig(**SIZES, horizon=math.inf), math.inf),
+        (hf.CosformerConfig(**SIZES, horizon=math.inf, positions="learned"), 55),
+        (hf.CosformerConfig(**SIZES, layer_types=["full_attention"] * 2), math.inf),
+        (hf.CosformerConfig(**SIZES, mixer="elu"), math.inf),
+        (hf.CosformerSeq2SeqConfig(max_position_embeddings=64), 64),
+        (hf.CosformerSeq2SeqConfig(max_position_embeddings=64, horizon=20), 21),
+        (LlamaConfig(**SIZES), math.inf),
+        (LlamaConfig(**SIZES, cosformer={}), 55),
+        (LlamaConfig(**SIZES, cosformer={"horizon": 20}), 12),
+        (BartConfig(max_position_embeddings=64, cosformer={"horizon": 20}), 21),
+    ],
+    ids=str,
+)
+def test_room_after_a_prompt_of_ten(config, left):
+    assert room(config, prompt=10) == left

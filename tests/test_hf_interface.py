@@ -257,7 +257,7 @@ def test_refuses_packed_positions_and_preallocated_caches():
     [
         ({"decay": "gated"}, "'gated'; accepted are None"),
         ({"window": 3}, r"unknown \['window'\]; it may have horizon, decay"),
-        ({"horizon": 5}, "horizon is 5, but positions can lie 10 apart"),
+        ({"horizon": 5}, "11 tokens reach past the horizon of 5"),
         ({"decay": [0.1]}, r"decay must have shape \(heads,\) = \(4,\)"),
     ],
 )
@@ -267,8 +267,20 @@ def test_refuses_bad_options(options, message):
 
 
 def test_past_the_positions_is_an_error():
-    with pytest.raises(ValueError, match="horizon is 96"):
-        build("llama")(torch.randint(0, VOCAB, (1, POSITIONS + 2)))
+    longer, model = torch.randint(0, VOCAB, (1, POSITIONS + 2)), build("llama")
+    said = r"98 tokens reach past the horizon of 96; .* set a larger horizon: config.cosformer = {'horizon': 98}"
+    with pytest.raises(ValueError, match=said):
+        model(longer)
+    cache = model(longer[:, :-1]).past_key_values
+    with pytest.raises(ValueError, match=said):
+        model(longer[:, -1:], past_key_values=cache)
+    model.config.cosformer = {"horizon": 98}  # as the error says
+    assert model(longer).logits.isfinite().all()
+    both = build("bert", horizon=LENGTH - 1)
+    with pytest.raises(ValueError, match="11 tokens reach past the horizon of 10"):
+        both(**inputs("bert"))
+    both.config.cosformer = {"horizon": LENGTH}
+    both(**inputs("bert"))
 
 
 def test_says_once_that_dropout_is_not_applied(monkeypatch):

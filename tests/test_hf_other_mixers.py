@@ -1,5 +1,7 @@
 """The Cosformer model types with any mixer in their layers, learned or rotary positions, packed rows, pooling and pairs."""
 
+import math
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from cosformer import mixers
 from cosformer.hf import (
     CosformerConfig,
     CosformerEncoderConfig,
+    CosformerEncoderModel,
     CosformerForCausalLM,
     CosformerForConditionalGeneration,
     CosformerForMaskedLM,
@@ -186,6 +189,60 @@ def test_pairs_are_read_one_by_one():
     x, y = (model.bert(t).pooler_output for t in (a, b))
     torch.testing.assert_close(out.logits, model.classifier(torch.cat([x, y, x * y, x - y], -1)))
     torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(out.logits, torch.tensor([0, 1])))
+
+
+def test_a_pair_and_a_pooled_text_can_be_tuples():
+    for pooling in ("cls", "mean", "normed-mean"):
+        for config_says in (True, False):
+            config = CosformerEncoderConfig(**ENCODER, pooling=pooling, return_dict=config_says)
+            model = CosformerEncoderModel(config).eval()
+            want = model(ids(), return_dict=True)
+            got = model(ids(), return_dict=None if not config_says else False)
+            assert isinstance(got, tuple)
+            torch.testing.assert_close(got, (want.last_hidden_state, want.pooler_output))
+    pairs = CosformerForPairClassification(CosformerEncoderConfig(**ENCODER)).eval()
+    (logits,) = pairs(ids(), ids(), return_dict=False)
+    assert torch.equal(logits, pairs(ids(), ids()).logits)
+
+
+def test_an_encoders_text_past_its_positions_is_an_error():
+    model, longer = build("masked"), ids(length=LENGTH + 1)
+    model(ids())
+    said = "input_ids has 25 tokens, but max_position_embeddings is 24 and each position has a learned vector; cut the text"
+    with pytest.raises(ValueError, match=said):
+        model(longer)
+    with pytest.raises(ValueError, match=said.replace("input_ids", "inputs_embeds")):
+        model(inputs_embeds=torch.randn(1, LENGTH + 1, 32))
+    with pytest.raises(ValueError, match="the text of position_ids has 25 tokens, but max_position_embeddings is 24"):
+        model(ids(), position_ids=torch.arange(1, LENGTH + 1)[None])
+    rows = torch.cat([torch.arange(13), torch.arange(12)])[None]
+    assert model(longer[:1], position_ids=rows).logits.shape == (1, LENGTH + 1, 40)  # packed: each text is short enough
+
+
+def test_an_encoder_without_positions_and_cosine_has_no_limit():
+    model, longer = build("masked", positions=None, horizon=math.inf), ids(length=3 * LENGTH)
+    got = model(longer).logits
+    torch.testing.assert_close(got[:, :LENGTH], model(longer, token_type_ids=torch.zeros_like(longer)).logits[:, :LENGTH])
+    rows = torch.arange(3 * LENGTH)[None]
+    torch.testing.assert_close(model(longer, position_ids=rows).logits, got)
+    with pytest.raises(ValueError, match="25 tokens reach past the horizon of 24; use shorter texts"):
+        build("masked", positions=None)(ids(length=LENGTH + 1))
+    assert build("masked", positions=None, mixer="elu")(longer).logits.shape == (2, 3 * LENGTH, 40)
+
+
+@pytest.mark.parametrize("fields", [{}, {"horizon": math.inf}, {"layer_types": ["full_attention"]}, {"mixer": "elu"}], ids=str)
+def test_an_encoder_decoders_text_past_its_positions_is_an_error(fields):
+    model, longer = build("seq2seq", **fields), ids(length=LENGTH + 1)
+    model(ids(), decoder_input_ids=ids())
+    with pytest.raises(ValueError, match="input_ids has 25 tokens, but max_position_embeddings is 24"):
+        model(longer, decoder_input_ids=ids())
+    with pytest.raises(ValueError, match="decoder_input_ids has 25 tokens, but max_position_embeddings is 24"):
+        model(ids(), decoder_input_ids=longer)
+    if "mixer" not in fields:
+        cache = model.new_cache()
+        model(ids(), decoder_input_ids=ids(length=20), past_key_values=cache, use_cache=True)
+        with pytest.raises(ValueError, match="decoder_input_ids has 25 tokens, 20 of them in the cache, but"):
+            model(ids(), decoder_input_ids=ids(length=5), past_key_values=cache, use_cache=True)
 
 
 @pytest.mark.parametrize(

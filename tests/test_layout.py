@@ -15,7 +15,7 @@ FILES = sorted(p for p in PACKAGE.rglob("*.py"))
 # What of ours a module may import, besides modules of its own folder. `ops` keeps its modules apart, too.
 LAW = {
     "": {"nn", "ops", "hf"},
-    "__main__": set(),
+    "__main__": {""},  # the version; verbs are imported by name
     "reference": set(),
     "report": set(),
     "ops": {"ops.cosformer", "ops.linear"},
@@ -133,6 +133,19 @@ def test_import_is_light():
     heavy = ("transformers", "triton", "matplotlib", "numpy.testing", "pandas")
     assert loaded_by("import cosformer", *heavy) == "[]"
     assert loaded_by("import cosformer, json", "json") == "['json']"  # the test can tell
+
+
+def test_contributing_says_where_libraries_are_imported():
+    page = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
+    for library in ("transformers", "matplotlib", "datasets", "numpy"):
+        found = re.search(rf"{library}(?: and \w+)? (?:is |are )?(?:imported )?only in ((?:`[\w.]+`(?:, | and )?)+)", page)
+        assert found, f"CONTRIBUTING.md does not say where {library} may be imported"
+        assert set(re.findall(r"`([\w.]+)`", found[1])) == ONLY_IN[library], library
+
+
+def test_contributing_names_the_oldest_python():
+    oldest = re.search(r'requires-python = ">=([\d.]+)"', (ROOT / "pyproject.toml").read_text())
+    assert oldest and f"needs Python {oldest[1]} or newer" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
 def test_every_file_says_its_job():

@@ -3,6 +3,8 @@
 import importlib
 import sys
 
+from . import __version__
+
 VERBS = {
     "compare": ("cosformer.compare", "is linear attention as good as softmax here, and what does it save?"),
     "train": ("cosformer.train", "train any mixer on a task, from scratch or from a saved model"),
@@ -20,8 +22,11 @@ def main() -> None:
     verb = sys.argv[1] if len(sys.argv) > 1 else "--help"
     if verb in ("-h", "--help"):
         width = max(map(len, VERBS))
-        print("usage: cosformer VERB [--help] ...\n")
+        print("usage: cosformer VERB [--help] ...\n       cosformer --version\n")
         print("\n".join(f"  {name:<{width}}  {help_}" for name, (_, help_) in VERBS.items()))
+        return
+    if verb == "--version":
+        print(f"cosformer {__version__}")
         return
     if verb not in VERBS:
         raise SystemExit(f"cosformer: unknown verb {verb!r}; one of {', '.join(VERBS)}")
@@ -30,7 +35,7 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("cosformer"):
             raise
-        raise SystemExit(f"cosformer {verb}: {error.name} is missing; pip install 'cosformer[train,report]' brings it") from None
+        raise SystemExit(f"cosformer {verb}: {error.name} is missing; in the clone: pip install '.[train,report]'") from None
     module.main(sys.argv[2:])
 
 

@@ -1,11 +1,14 @@
 """cosformer generate: continue a prompt with a saved model, token by token on the terminal."""
 
 import argparse
+import math
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from queue import Queue
 from threading import Thread
+
+DEFAULT_NEW_TOKENS = 100
 
 
 def load(directory: str | Path):
@@ -34,6 +37,40 @@ def load(directory: str | Path):
 def attention_of(config) -> dict:
     """A foreign architecture that carries cosFormer options was trained with them; its saved config does not say so itself."""
     return {"attn_implementation": "cosformer"} if getattr(config, "cosformer", None) is not None else {}
+
+
+def most_tokens(config) -> float:
+    """How many tokens of one text a model reads at most: as far as its horizon and its learned positions go."""
+    from .hf.interface import max_positions
+
+    if config.model_type.startswith("cosformer"):
+        limited = config.mixer == "cosformer" and "linear_attention" in config.layer_types
+        given, learned = config.horizon, config.positions == "learned"
+    else:  # a foreign architecture; softmax's limit is its own affair
+        limited = getattr(config, "cosformer", None) is not None
+        given = config.cosformer.get("horizon") if limited else None
+        learned = limited and given is None  # it may have a vector for each of its positions
+    horizon = (max_positions(config) if given is None else given) if limited else math.inf
+    reach = horizon if horizon == math.inf else int(horizon) + 1  # the first and the last token may lie a horizon apart
+    return min(reach, max_positions(config)) if learned else reach
+
+
+def room(config, *, prompt: int) -> float:
+    """How many tokens fit after a prompt; the last one is never read. An encoder-decoder's text starts with one token instead."""
+    return most_tokens(config) + 1 - (1 if config.is_encoder_decoder else prompt)
+
+
+def new_tokens(config, *, prompt: int, asked: int | None) -> int:
+    """The number of tokens to write; SystemExit where there is no room for what was asked."""
+    most, left = most_tokens(config), room(config, prompt=prompt)
+    if left < 1:
+        raise SystemExit(f"--prompt has {prompt} tokens, but this model reads at most {most}; give a shorter one")
+    if asked is None:
+        return int(min(DEFAULT_NEW_TOKENS, left))
+    if asked > left:
+        where = "" if config.is_encoder_decoder else f"after a prompt of {prompt} tokens "
+        raise SystemExit(f"--max-new-tokens is {asked}, but {where}this model can write {left}: it reads at most {most} tokens")
+    return asked
 
 
 def generate(model, tokenizer, prompt: str, **options) -> Iterator[str]:
@@ -94,12 +131,16 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser("cosformer generate", description=__doc__)
     parser.add_argument("--model", required=True, metavar="DIR", help="written by save_pretrained, with a tokenizer")
     parser.add_argument("--prompt", required=True, help="the text to continue, or - to read it from standard input")
-    parser.add_argument("--max-new-tokens", type=int, default=100)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 takes the likeliest token; higher is more varied")
-    parser.add_argument("--top-k", type=int, default=50, help="sample among this many tokens (with --temperature)")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--max-new-tokens", type=int, help=f"default: {DEFAULT_NEW_TOKENS}, or fewer where the model's horizon leaves less room"
+    )
+    parser.add_argument(
+        "--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token; higher is more varied"
+    )
+    parser.add_argument("--top-k", type=int, default=50, help="sample among this many tokens (with --temperature; default: 50)")
+    parser.add_argument("--seed", type=int, default=0, help="decides the sample (with --temperature; default: 0)")
     given = parser.parse_args(argv)
-    if given.max_new_tokens < 1:
+    if given.max_new_tokens is not None and given.max_new_tokens < 1:
         parser.error(f"--max-new-tokens is {given.max_new_tokens}; it must be at least 1")
     if given.temperature < 0:
         parser.error(f"--temperature is {given.temperature}; it must be 0 or more")
@@ -111,12 +152,13 @@ def main(argv: list[str]) -> None:
     import torch
 
     torch.manual_seed(given.seed)
-    options = {"max_new_tokens": given.max_new_tokens, "do_sample": given.temperature > 0}
+    fitting = new_tokens(model.config, prompt=len(tokenizer(prompt).input_ids), asked=given.max_new_tokens)
+    options = {"max_new_tokens": fitting, "do_sample": given.temperature > 0}
     if given.temperature > 0:
         options |= {"temperature": given.temperature, "top_k": given.top_k}
     try:
         for piece in generate(model, tokenizer, prompt, **options):
             print(piece, end="", flush=True)
-    except ValueError as error:  # such as a prompt longer than the horizon
+    except ValueError as error:  # such as a source longer than the encoder's positions
         raise SystemExit(f"\ncosformer generate: {error}") from error
     print()

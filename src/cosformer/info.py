@@ -1,5 +1,6 @@
 """cosformer info: version, backends, instruction set, threads, and why a backend is unavailable."""
 
+import argparse
 import platform
 
 import torch
@@ -9,6 +10,7 @@ from .ops.operator import BACKENDS, backend_info, backend_problem
 
 
 def main(argv: list[str] | None = None) -> None:
+    argparse.ArgumentParser("cosformer info", description=__doc__).parse_args(argv)
     print(
         f"cosformer {__version__}, torch {torch.__version__}, Python {platform.python_version()}, {torch.get_num_threads()} threads"
     )

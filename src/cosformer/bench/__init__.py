@@ -22,17 +22,44 @@ def parser() -> argparse.ArgumentParser:
         "--models", action="store_true", help="measure whole models instead: training and decoding (needs the [hf] extra)"
     )
     p.add_argument("--operators", nargs="+", metavar="NAME", help="which operators (default: all that run here)")
-    p.add_argument("--lengths", nargs="+", type=int)
-    p.add_argument("--sizes", nargs="+", type=int, default=[64], help="head sizes")
-    p.add_argument("--heads", type=int, default=8)
-    p.add_argument("--dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16", "float16", "float64"])
-    p.add_argument("--causal", choices=["yes", "no", "both"], default="both")
-    p.add_argument("--work", nargs="+", choices=["forward", "training", "step"], default=["forward", "training", "step"])
-    p.add_argument("--decay", action="store_true", help="also with one decay rate per position")
-    p.add_argument("--threads", type=int, default=torch.get_num_threads())
-    p.add_argument("--seconds", type=float, default=60.0, help="time for the rounds, after warming up")
-    p.add_argument("--longest-softmax", type=int, default=16384, help="beyond this length softmax is left out")
-    p.add_argument("--memory", action=argparse.BooleanOptionalAction, default=True, help="also peak memory, one process a case")
+    p.add_argument("--lengths", nargs="+", type=int, metavar="N", help="text lengths (default: a few up to 16384)")
+    p.add_argument("--sizes", nargs="+", type=int, metavar="D", default=[64], help="head sizes of the operators (default: 64)")
+    p.add_argument("--heads", type=int, default=8, help="heads of the operators (default: %(default)s)")
+    p.add_argument(
+        "--dtypes",
+        nargs="+",
+        default=["float32"],
+        choices=["float32", "bfloat16", "float16", "float64"],
+        help="of the operators (default: float32)",
+    )
+    p.add_argument(
+        "--causal",
+        choices=["yes", "no", "both"],
+        default="both",
+        help="causal or bidirectional attention; mixers are bidirectional unless it is yes (default: %(default)s)",
+    )
+    p.add_argument(
+        "--work",
+        nargs="+",
+        choices=["forward", "training", "step"],
+        default=["forward", "training", "step"],
+        help="of the operators: forward, training (forward and backward), step (decode one token) (default: all three)",
+    )
+    p.add_argument("--decay", action="store_true", help="also the operators with one decay rate per position")
+    p.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch's threads (default: %(default)s)")
+    p.add_argument(
+        "--seconds", type=float, default=60.0, help="time for the rounds, after warming up (default: %(default)g; --quick: 10)"
+    )
+    p.add_argument(
+        "--longest-softmax",
+        type=int,
+        metavar="N",
+        default=16384,
+        help="beyond this length the softmax operator is left out (default: %(default)s; --quick: 8192)",
+    )
+    p.add_argument(
+        "--memory", action=argparse.BooleanOptionalAction, default=True, help="also peak memory, one process a case (default: yes)"
+    )
     p.add_argument("--out", type=Path, help="append the results to this file as JSON lines")
     p.add_argument("--plot", type=Path, help="draw the results to this PNG (needs the [report] extra)")
     return p

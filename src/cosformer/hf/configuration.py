@@ -1,7 +1,8 @@
 """The configurations of the Cosformer model types: a transformers architecture's own fields, and a few of ours.
 
 horizon         the distance at which a key stops mattering; None means max_position_embeddings. No two tokens may lie
-                further apart, so a longer text is an error; math.inf drops the cosine, and the length is then unlimited.
+                further apart, so a longer text is an error; math.inf drops the cosine, and the length is then unlimited,
+                unless positions are learned: those end at max_position_embeddings
 decay           "gated" (rates read from the layer's input), "ladder" (a constant rate per head), None (the paper's operator)
 layer_types     one of "linear_attention" and "full_attention" (softmax) per layer; None means every layer is linear
 positions       "learned" (an embedding added to the input), "rope" (for mixers that admit it) or None; the decoder has None by

@@ -21,7 +21,14 @@ from transformers.models.bert.modeling_bert import (
 from transformers.utils import can_return_tuple
 
 from .configuration import CosformerEncoderConfig
-from .mixing import CosformerPreTrained, check_padding_mask, packed_boundaries, refuse_weights, self_mixing
+from .mixing import (
+    CosformerPreTrained,
+    check_learned_positions,
+    check_padding_mask,
+    packed_boundaries,
+    refuse_weights,
+    self_mixing,
+)
 
 
 class CosformerEncoderAttention(BertSelfAttention):
@@ -51,9 +58,15 @@ class CosformerEncoderModel(CosformerPreTrained, BertModel):
             self.pooled_norm = PooledNorm(config.hidden_size)
         self.post_init()
 
-    def forward(self, input_ids=None, attention_mask=None, position_ids=None, **kwargs):
+    @can_return_tuple
+    def forward(self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, inputs_embeds=None, **kwargs):
         refuse_weights(self.config, kwargs)
         check_padding_mask("attention_mask", attention_mask)
+        if self.config.positions == "learned":
+            self.check_positions(input_ids, position_ids, inputs_embeds)
+        elif token_type_ids is None:  # BERT would cut its own from a buffer of max_position_embeddings
+            given = input_ids if inputs_embeds is None else inputs_embeds
+            token_type_ids = None if given is None else torch.zeros(given.shape[:2], dtype=torch.long, device=given.device)
         key_mask = attention_mask
         if "full_attention" not in self.config.layer_types:
             attention_mask = None  # only softmax layers read it
@@ -61,12 +74,23 @@ class CosformerEncoderModel(CosformerPreTrained, BertModel):
             kwargs["cu_seqlens"] = packed_boundaries(position_ids)
             if kwargs["cu_seqlens"] is not None and "full_attention" in self.config.layer_types:
                 raise ValueError("position_ids mark packed sequences, which BERT's softmax layers do not keep apart")
-        out = super().forward(input_ids, attention_mask=attention_mask, position_ids=position_ids, key_mask=key_mask, **kwargs)
+        kwargs |= {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
+        out = super().forward(input_ids, inputs_embeds=inputs_embeds, key_mask=key_mask, return_dict=True, **kwargs)
         if self.pooler is not None and self.config.pooling != "cls":
             pooled = mean(out.last_hidden_state, key_mask)
             pooled = self.pooled_norm(pooled) if self.config.pooling == "normed-mean" else pooled
             out.pooler_output = self.pooler(pooled.unsqueeze(1))  # it reads the first vector
         return out
+
+    def check_positions(self, input_ids: Tensor | None, position_ids: Tensor | None, inputs_embeds: Tensor | None) -> None:
+        most = self.config.max_position_embeddings
+        if position_ids is not None:
+            if not torch.compiler.is_compiling():  # a graph has no values
+                check_learned_positions("the text of position_ids", int(position_ids.max()) + 1, most)
+        elif input_ids is not None:
+            check_learned_positions("input_ids", input_ids.shape[1], most)
+        elif inputs_embeds is not None:
+            check_learned_positions("inputs_embeds", inputs_embeds.shape[1], most)
 
 
 class NoPositions(nn.Module):
@@ -167,9 +191,10 @@ class CosformerForPairClassification(CosformerPreTrained, BertPreTrainedModel):
         self.classifier = nn.Sequential(nn.Linear(4 * size, size), nn.ReLU(), nn.Linear(size, config.num_labels))
         self.post_init()
 
+    @can_return_tuple
     def forward(self, input_ids, pair_input_ids, attention_mask=None, pair_attention_mask=None, labels=None, **kwargs):
-        a = self.bert(input_ids, attention_mask=attention_mask, **kwargs).pooler_output
-        b = self.bert(pair_input_ids, attention_mask=pair_attention_mask, **kwargs).pooler_output
+        a = self.bert(input_ids, attention_mask=attention_mask, return_dict=True, **kwargs).pooler_output
+        b = self.bert(pair_input_ids, attention_mask=pair_attention_mask, return_dict=True, **kwargs).pooler_output
         logits = self.classifier(torch.cat([a, b, a * b, a - b], -1))
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)

@@ -56,6 +56,7 @@ def attention(
     causal = is_causal_attention(module, is_causal)
     cross = is_cross_attention(module, causal=causal)
     options = {"horizon": math.inf} if cross else self_options(module.config, heads=query.shape[1], device=query.device)
+    check_reach(key.shape[2], options["horizon"], causal=causal)
     offset = key.shape[2] - query.shape[2] if causal else 0  # a cache holds the keys before the queries
     out = linear_attention(
         query, key, value, relu=True, causal=causal, q_offset=offset, key_mask=key_mask(attention_mask, key), **options
@@ -142,6 +143,20 @@ def self_options(config, *, heads: int, device: torch.device) -> dict:
         decay = torch.tensor(decay, dtype=torch.float32, device=device)
     horizon = given.get("horizon")
     return {"horizon": max_positions(config) if horizon is None else horizon, "decay": decay}
+
+
+def check_reach(tokens: int, horizon, *, causal: bool) -> None:
+    """Stop where the operator would, but say where a model's horizon is set; what is no horizon at all is left to the operator."""
+    if isinstance(horizon, int | float) and horizon > 0 and not reaches(tokens, horizon, causal=causal):
+        raise ValueError(
+            f"{tokens} tokens reach past the horizon of {horizon:g}; use shorter texts, or set a larger horizon: "
+            f"config.cosformer = {{'horizon': {tokens}}} (math.inf drops the cosine; by default, the maximum positions)"
+        )
+
+
+def reaches(tokens: int, horizon: float, *, causal: bool) -> bool:
+    """Whether a text's first and last token are near enough; a key exactly at the horizon may only stand behind its query."""
+    return tokens - 1 <= horizon if causal else tokens - 1 < horizon
 
 
 def max_positions(config) -> int:

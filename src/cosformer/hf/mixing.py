@@ -14,7 +14,7 @@ from .. import mixers
 from ..ops import cosformer_attention
 from .cache import CosformerCache, StateLayer
 from .decay import DecayGate, ladder
-from .interface import padding
+from .interface import padding, reaches
 
 
 def self_mixing(config, *, heads: int, causal: bool) -> nn.Module:
@@ -49,10 +49,10 @@ class SelfMixing(nn.Module):
 
         cu_seqlens are the boundaries of packed sequences in the batch's rows laid end to end.
         """
-        seen = 0 if cache is None else cache.get_seq_length()
-        if cu_seqlens is None and seen + x.shape[1] - 1 > self.horizon:
+        tokens = x.shape[1] + (0 if cache is None else cache.get_seq_length())
+        if cu_seqlens is None and not reaches(tokens, self.horizon, causal=self.causal):
             raise ValueError(
-                f"{seen + x.shape[1]} tokens reach past the horizon of {self.horizon:g}; use shorter texts, or a model whose "
+                f"{tokens} tokens reach past the horizon of {self.horizon:g}; use shorter texts, or a model whose "
                 "config.horizon (by default max_position_embeddings) is larger, or math.inf"
             )
         if key_mask is not None:
@@ -163,6 +163,16 @@ class CosformerPreTrained(Base):
         if generation_mode.value == "assisted_generation" or generation_config.is_assistant:
             own: Any = getattr(cache, "self_attention_cache", cache)
             own.activate_past_recording()
+
+
+def check_learned_positions(name: str, length: int, most: int, *, cached: int = 0) -> None:
+    """Stop where a text has more positions than the `most` with a learned vector; the embedding's own error says nothing of it."""
+    if length > most:
+        seen = f", {cached} of them in the cache" if cached else ""
+        raise ValueError(
+            f"{name} has {length} tokens{seen}, but max_position_embeddings is {most} and each position has a learned vector; "
+            f"cut the text (tokenizer(..., truncation=True, max_length={most})), or use a model where it is larger"
+        )
 
 
 def refuse_weights(config, kwargs: dict) -> None:

@@ -16,7 +16,15 @@ from ..ops import linear_attention
 from .cache import encoder_decoder_cache
 from .configuration import CosformerSeq2SeqConfig
 from .interface import padding
-from .mixing import CosformerPreTrained, check_cache, check_padding_mask, refuse_weights, registry_mixer, self_mixing
+from .mixing import (
+    CosformerPreTrained,
+    check_cache,
+    check_learned_positions,
+    check_padding_mask,
+    refuse_weights,
+    registry_mixer,
+    self_mixing,
+)
 
 
 class CosformerSeq2SeqAttention(BartAttention):
@@ -79,6 +87,7 @@ class CosformerSeq2SeqEncoder(CosformerPreTrained, BartEncoder):
     def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, **kwargs):
         refuse_weights(self.config, kwargs)
         check_padding_mask("attention_mask", attention_mask)
+        check_length(self.config, {"input_ids": input_ids, "inputs_embeds": inputs_embeds})
         kwargs["key_mask"] = attention_mask
         if "full_attention" not in self.config.encoder_layer_types:
             attention_mask = None  # only softmax layers read it
@@ -116,6 +125,8 @@ class CosformerSeq2SeqDecoder(CosformerPreTrained, BartDecoder):
             past_key_values = encoder_decoder_cache(self.config.layer_types)
         if past_key_values is not None:
             check_cache(own_tokens(past_key_values))
+        given = {"decoder_input_ids": input_ids, "decoder_inputs_embeds": inputs_embeds}
+        check_length(self.config, given, cached=0 if past_key_values is None else own_tokens(past_key_values).get_seq_length())
         kwargs |= {"key_mask": attention_mask, "cross_mask": encoder_attention_mask}
         if "full_attention" not in self.config.layer_types:
             attention_mask = encoder_attention_mask = None  # only softmax layers read them
@@ -156,6 +167,12 @@ class CosformerForConditionalGeneration(CosformerPreTrained, BartForConditionalG
 
 def split_heads(attention: BartAttention, x: Tensor) -> Tensor:
     return x.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+
+
+def check_length(config: CosformerSeq2SeqConfig, given: dict[str, Tensor | None], *, cached: int = 0) -> None:
+    for name, tokens in given.items():
+        if tokens is not None:
+            check_learned_positions(name, cached + tokens.shape[1], config.max_position_embeddings, cached=cached)
 
 
 def own_tokens(cache):

@@ -1,0 +1,57 @@
+"""The command line as such: what it says of itself, and of what is missing."""
+
+import subprocess
+import sys
+
+import pytest
+
+import cosformer
+from cosformer import __main__ as cli
+from cosformer import bench, info
+
+
+def said(capsys, monkeypatch, *argv: str) -> str:
+    monkeypatch.setattr(sys, "argv", ["cosformer", *argv])
+    try:
+        cli.main()
+    except SystemExit as stop:
+        assert not stop.code, stop.code
+    return capsys.readouterr().out
+
+
+def test_version(capsys, monkeypatch):
+    assert said(capsys, monkeypatch, "--version") == f"cosformer {cosformer.__version__}\n"
+    ran = subprocess.run([sys.executable, "-m", "cosformer", "--version"], capture_output=True, text=True, check=True)
+    assert ran.stdout == f"cosformer {cosformer.__version__}\n"
+
+
+def test_help_names_every_verb_and_option(capsys, monkeypatch):
+    out = said(capsys, monkeypatch, "--help")
+    assert out == said(capsys, monkeypatch) == said(capsys, monkeypatch, "-h")
+    assert "--version" in out and all(f"\n  {verb} " in out for verb in cli.VERBS)
+
+
+def test_info_has_help_and_takes_nothing_else(capsys, monkeypatch):
+    out = said(capsys, monkeypatch, "info", "--help")
+    assert "usage: cosformer info" in out and "backends" in out and "torch " not in out
+    assert f"cosformer {cosformer.__version__}, torch " in said(capsys, monkeypatch, "info")
+    with pytest.raises(SystemExit):
+        info.main(["surplus"])
+
+
+def test_every_bench_option_has_help_and_its_default():
+    for action in bench.parser()._actions:
+        assert action.help, action.option_strings
+        silent = action.default in (None, False, "==SUPPRESS==")
+        assert silent or "(default: " in action.help, f"{action.option_strings[0]} does not say its default"
+    bench.parser().format_help()  # every % is a field argparse knows
+
+
+def test_a_missing_library_is_named_with_what_brings_it(monkeypatch):
+    def missing(name):
+        raise ModuleNotFoundError("No module named 'datasets'", name="datasets")
+
+    monkeypatch.setattr(cli.importlib, "import_module", missing)
+    monkeypatch.setattr(sys, "argv", ["cosformer", "train"])
+    with pytest.raises(SystemExit, match=r"cosformer train: datasets is missing; in the clone: pip install '\.\[train,report\]'"):
+        cli.main()
