@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
     p = parser("cosformer evaluate", __doc__.split("\n")[0], task=None)
     p.add_argument("model", metavar="MODEL", type=Path, help="a folder that cosformer train wrote, or a checkpoint in it")
     p.add_argument("task", nargs="?", help="another task than the one it was trained on")
-    p.add_argument("--split", choices=tasks.SPLITS, default="test")
+    p.add_argument("--split", choices=tasks.SPLITS, default="test", help="which part of the data (default: test)")
     p.add_argument("--json", action="store_true", default=False, help="print one JSON object")
     quieten()
     with one_line(p.prog):
