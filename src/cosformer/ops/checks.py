@@ -98,7 +98,7 @@ def horizon_list(horizon: Horizon, heads: int) -> list[float]:
     return values
 
 
-def check_reach(horizons: list[float], back: int, ahead: int = 0) -> None:
+def check_reach(horizons: list[float], back: int, ahead: int = 0, *, remedy: str = "pass") -> None:
     """Beyond the horizon the cosine is negative and the normaliser meaningless, so such a call has no answer.
 
     A key exactly at the horizon weighs nothing. Behind the query that is harmless; ahead of it, where positions themselves can
@@ -108,7 +108,7 @@ def check_reach(horizons: list[float], back: int, ahead: int = 0) -> None:
         if back > value or ahead >= value:
             distance = max(back, ahead)
             raise ValueError(
-                f"horizon is {value:g}, but positions can lie {distance} apart here; pass a horizon of more than {distance} "
+                f"horizon is {value:g}, but positions can lie {distance} apart here; {remedy} a horizon of more than {distance} "
                 "(or math.inf, which drops the cosine)"
             )
 
@@ -146,6 +146,22 @@ def check_state(tensor: Tensor, q: Tensor, v: Tensor, horizons: list[float]) -> 
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if tensor.dtype != dtype or tensor.device != q.device:
         raise TypeError(f"state must be {dtype} on {q.device}; got {tensor.dtype} on {tensor.device}")
+
+
+def check_state_horizons(made: Sequence[float] | None, horizons: list[float]) -> None:
+    """A state's sums hold the cosine of the horizon it was made with; under another they mean nothing. None is not known."""
+    if made is None:
+        return
+    heads = max(len(made), len(horizons))
+    if list(made) * (heads // len(made)) != horizons * (heads // len(horizons)):  # one for all is the same as one per head
+        raise ValueError(
+            f"horizon is {_numbers(horizons)}, but the state was made with {_numbers(made)} and is bound to it; "
+            f"pass {_numbers(made)}, or start again, without a state, with {_numbers(horizons)}"
+        )
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return f"{values[0]:g}" if len(values) == 1 else f"[{', '.join(f'{x:g}' for x in values)}]"
 
 
 def state_shape(q: Tensor, v: Tensor, horizons: list[float]) -> tuple[int, int, int, int]:
