@@ -160,13 +160,45 @@ def test_compiles():
         ("num_heads must be a multiple of num_kv_heads; got 4 and 3", {"num_kv_heads": 3}),
         ("dropout is 0.1: attention weights are never formed", {"dropout": 0.1}),
         ("add_bias_kv and add_zero_attn are not supported", {"add_bias_kv": True}),
-        (r"decay must be one rate, or one per head \(4\)", {"decay": [0.1]}),
+        (r"decay must be one rate, or one per head \(4\), finite and 0 or more; got \[0.1\]", {"decay": [0.1]}),
+        (r"decay must be one rate, .* got \[0.5, 0.5, 0.5\]", {"decay": torch.full((3,), 0.5)}),
+        ("decay must be one rate, .* got nan", {"decay": float("nan")}),
+        ("decay must be above 0 if it is learned, .* got 0", {"decay": 0, "learn_decay": True}),
+        ("horizon must be greater than 0; got -1", {"horizon": -1}),
+        (r"horizon must be one number or one per head \(4\); got 2 numbers", {"horizon": [1, 2]}),
+        ("backend 'natvie' is unknown; one of 'native', 'torch'", {"backend": "natvie"}),
+        ("eps must be greater than 0", {"eps": 0.0}),
         ("learn_decay needs rates to start from", {"learn_decay": True}),
     ],
 )
 def test_constructor_errors(match, change):
     with pytest.raises(ValueError, match=match):
         CosformerAttention(32, **{"num_heads": 4, **change})
+
+
+@pytest.mark.parametrize(
+    ("match", "change"),
+    [
+        (r"decay must be one rate, or one per head \(4\), as numbers; got str 'gate'", {"decay": "gate"}),
+        (r"decay must be one rate, .* got a torch.float32 tensor of shape \(2, 4, 9\)", {"decay": torch.rand(2, 4, 9)}),
+        ("decay must be one rate, .* got bool True", {"decay": True}),
+        ("horizon must be a number, or one per head; got str 'long'", {"horizon": "long"}),
+    ],
+)
+def test_constructor_type_errors(match, change):
+    with pytest.raises(TypeError, match=match):
+        CosformerAttention(32, 4, **change)
+
+
+@pytest.mark.parametrize("learn", [False, True])
+def test_rates_and_horizons_in_any_form(learn):
+    x = torch.randn(9, 2, 32)
+    made = CosformerAttention(32, 4, horizon=50, decay=0.25, learn_decay=learn)
+    forms = [([0.25] * 4, [50] * 4), (torch.full((4,), 0.25), torch.tensor(50)), (torch.tensor(0.25), torch.full((4,), 50))]
+    for decay, horizon in forms:
+        other = CosformerAttention(32, 4, horizon=horizon, decay=decay, learn_decay=learn)
+        other.load_state_dict(made.state_dict())
+        assert torch.equal(other(x, x, x)[0], made(x, x, x)[0])
 
 
 def test_call_errors():

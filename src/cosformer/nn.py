@@ -8,6 +8,8 @@ from torch import Tensor, nn
 
 from .mixers import build
 from .ops import cosformer_attention
+from .ops.checks import Horizon, Rates, check_eps, horizon_list, rate_list
+from .ops.operator import check_backend
 
 
 class _Attention(nn.Module):
@@ -111,7 +113,7 @@ class CosformerAttention(_Attention):
     """Multi-head cosFormer attention, a drop-in for `nn.MultiheadAttention` at linear cost.
 
     The constructor takes `nn.MultiheadAttention`'s arguments and a few more: `num_kv_heads` (grouped heads), `horizon` (a number,
-    one per head, or None for the longer of the two lengths of each call) and `decay` (rates, one per head; learned when
+    one per head, or None for the longer of the two lengths of each call) and `decay` (a rate, or one per head; learned when
     `learn_decay=True`). It loads the weights of an `nn.MultiheadAttention` of the same size and of the official cosFormer file.
 
     What a linear form cannot express is refused when asked for: dropout of attention weights, arbitrary attention masks,
@@ -137,8 +139,8 @@ class CosformerAttention(_Attention):
         dtype: torch.dtype | None = None,
         *,
         num_kv_heads: int | None = None,
-        horizon: float | Sequence[float] | None = None,
-        decay: float | Sequence[float] | None = None,
+        horizon: Horizon | None = None,
+        decay: Rates | None = None,
         learn_decay: bool = False,
         eps: float = 1e-6,
         backend: str | None = None,
@@ -147,20 +149,23 @@ class CosformerAttention(_Attention):
         super().__init__(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, *made)
         if learn_decay and decay is None:
             raise ValueError("learn_decay needs rates to start from; pass decay, one number or one per head")
-        self.horizon = tuple(horizon) if isinstance(horizon, Sequence) else horizon
+        check_eps(eps)
+        check_backend(backend)
         self.eps, self.backend = eps, backend
+        if horizon is not None:
+            horizons = tuple(horizon_list(horizon, num_heads))
+            horizon = horizons if isinstance(horizon, Sequence | Tensor) else horizon  # a number stays as it was written
+        self.horizon: float | tuple[float, ...] | None = horizon
         self._start_decay(decay, learn_decay, device)
 
-    def _start_decay(self, decay: float | Sequence[float] | None, learn: bool, device) -> None:
+    def _start_decay(self, decay: Rates | None, learn: bool, device) -> None:
         self.decay: tuple[float, ...] | None = None
         self.register_parameter("log_decay", None)
         if decay is None:
             return
-        rates = tuple(float(r) for r in decay) if isinstance(decay, Sequence) else (float(decay),) * self.num_heads
-        if len(rates) != self.num_heads or min(rates) < 0 or (learn and min(rates) == 0):
-            raise ValueError(
-                f"decay must be one rate, or one per head ({self.num_heads}), of at least 0 (above 0 if learned); got {decay}"
-            )
+        rates = tuple(rate_list(decay, self.num_heads))
+        if learn and min(rates) == 0:
+            raise ValueError(f"decay must be above 0 if it is learned, since its logarithm is; got {decay}")
         if learn:  # as logarithms, so that learned rates stay positive
             self.log_decay = nn.Parameter(torch.tensor(rates, dtype=torch.float32, device=device).log())
         else:  # as plain numbers: no cast or late allocation can change them

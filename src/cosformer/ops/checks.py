@@ -10,6 +10,7 @@ from torch import Tensor
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 Horizon = float | Sequence[float] | Tensor
+Rates = float | Sequence[float] | Tensor
 
 
 def autocasting(x: object) -> bool:
@@ -118,11 +119,24 @@ def check_eps(eps: float) -> None:
         raise ValueError(f"eps must be greater than 0, the smallest normaliser; got {eps}")
 
 
-def rates_of(decay: Tensor | None, q: Tensor, k: Tensor, *, self_attention: bool) -> Tensor | None:
+def rate_list(decay: Rates, heads: int) -> list[float]:
+    """One rate per head as a list, from one number or one per head."""
+    given = decay.tolist() if isinstance(decay, Tensor) and decay.ndim < 2 else decay
+    values = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * heads
+    if not all(isinstance(r, Real | torch.SymFloat) and not isinstance(r, bool) for r in values):
+        raise TypeError(f"decay must be one rate, or one per head ({heads}), as numbers; got {shown(decay)}")
+    if len(values) != heads or not all(0 <= r < math.inf for r in values):
+        raise ValueError(f"decay must be one rate, or one per head ({heads}), finite and 0 or more; got {given}")
+    return [float(r) for r in values]
+
+
+def rates_of(decay: Rates | None, q: Tensor, k: Tensor, *, self_attention: bool) -> Tensor | None:
     if decay is None:
         return None
     (B, H, _, _), S = q.shape, k.shape[2]
-    if not isinstance(decay, Tensor) or not decay.is_floating_point():
+    if not isinstance(decay, Tensor):
+        decay = torch.tensor(rate_list(decay, H), dtype=torch.float64, device=q.device)
+    if not decay.is_floating_point():
         raise TypeError(f"decay must be a floating-point tensor of rates; got {shown(decay)}")
     if decay.shape != (H,) and decay.shape != (B, H, S):
         raise ValueError(f"decay must have shape (heads,) = {(H,)} or (batch, heads, keys) = {(B, H, S)}; got {tuple(decay.shape)}")

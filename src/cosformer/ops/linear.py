@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .checks import (
     Horizon,
+    Rates,
     autocast,
     check_eps,
     check_packed,
@@ -136,7 +137,7 @@ def linear_attention(
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     q_offset: int = 0,
-    decay: Tensor | None = None,
+    decay: Rates | None = None,
     eps: float = 1e-6,
     backend: str | None = None,
 ) -> Tensor:
@@ -174,7 +175,7 @@ def linear_stream(
     relu: bool = False,
     signed: bool = False,
     key_mask: Tensor | None = None,
-    decay: Tensor | None = None,
+    decay: Rates | None = None,
     eps: float = 1e-6,
     backend: str | None = None,
 ) -> tuple[Tensor, State]:
@@ -202,7 +203,7 @@ def linear_stream(
     after = State(new, position + q.shape[2], tuple(horizons))
     if state is not None and state.origin is not None:
         options = {"horizon": horizons, "relu": relu, "backend": backend}
-        mask, rates = (None if x is None else x.clone() for x in (key_mask, decay))  # clones: the caller may reuse its buffers
+        mask, rates = (None if x is None else x.clone() for x in (key_mask, rates))  # clones: the caller may reuse its buffers
         taken = Tokens(k.clone(), v.clone(), mask, rates, options)
         after = replace(after, origin=state.origin, trail=(*state.trail, taken))
     return out, after
