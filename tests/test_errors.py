@@ -49,7 +49,14 @@ packed = [x[:1] for x in (q, k, v)]
         (ValueError, "eps must be greater than 0, the smallest normaliser; got 0", {"eps": 0}),
         (ValueError, r"horizon must be one number or one per head .* got shape \(4, 1\)", {"horizon": torch.full((4, 1), 50)}),
         (ValueError, "horizon is 7, but positions can lie 7 apart here", {"q": q[:, :, :1], "q_offset": 2, "horizon": 7}),
-        (TypeError, "decay must be a floating-point tensor of rates; got float 0.1", {"decay": 0.1}),
+        (TypeError, "decay must be a floating-point tensor of rates; got a torch.int64", {"decay": torch.ones(4).long()}),
+        (TypeError, r"decay must be one rate, or one per head \(4\), as numbers; got str 'gated'", {"decay": "gated"}),
+        (
+            ValueError,
+            r"decay must be one rate, or one per head \(4\), finite and 0 or more; got \[0.1, 0.2\]",
+            {"decay": [0.1, 0.2]},
+        ),
+        (ValueError, r"decay must be one rate, .*; got -0.1", {"decay": -0.1}),
         (
             ValueError,
             "decay with one rate per position needs self-attention",

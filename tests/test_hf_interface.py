@@ -14,7 +14,7 @@ from transformers.masking_utils import flash_attention_mask
 
 import cosformer.hf
 from cosformer import reference
-from cosformer.hf.decay import ladder
+from cosformer.decay import ladder
 
 VOCAB, WIDTH, HEADS, POSITIONS, LENGTH = 50, 32, 4, 96, 11
 NARROW = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS, "initializer_range": 0.3}

@@ -15,8 +15,8 @@ import transformers as tf
 
 import cosformer.hf as hf
 from cosformer import reference
+from cosformer.decay import DecayGate, ladder
 from cosformer.hf import cache, mixing, seq2seq
-from cosformer.hf.decay import DecayGate, ladder
 
 VOCAB, LENGTH = 61, 17
 MIXED = ["linear_attention", "full_attention"]

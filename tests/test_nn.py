@@ -7,7 +7,8 @@ import torch
 from judge import assert_close
 from torch import nn
 
-from cosformer import CosformerAttention, reference
+from cosformer import CosformerAttention, cosformer_attention, cosformer_stream, reference
+from cosformer.decay import ladder
 
 
 def by_hand(module, query, key, value, *, horizon, **kwargs):
@@ -160,13 +161,46 @@ def test_compiles():
         ("num_heads must be a multiple of num_kv_heads; got 4 and 3", {"num_kv_heads": 3}),
         ("dropout is 0.1: attention weights are never formed", {"dropout": 0.1}),
         ("add_bias_kv and add_zero_attn are not supported", {"add_bias_kv": True}),
-        (r"decay must be one rate, or one per head \(4\)", {"decay": [0.1]}),
+        (r"decay must be one rate, or one per head \(4\), finite and 0 or more; got \[0.1\]", {"decay": [0.1]}),
+        (r"decay must be one rate, .* got \[0.5, 0.5, 0.5\]", {"decay": torch.full((3,), 0.5)}),
+        ("decay must be one rate, .* got nan", {"decay": float("nan")}),
+        ("decay must be above 0 if it is learned, .* got 0", {"decay": 0, "learn_decay": True}),
+        ("horizon must be greater than 0; got -1", {"horizon": -1}),
+        (r"horizon must be one number or one per head \(4\); got 2 numbers", {"horizon": [1, 2]}),
+        ("backend 'natvie' is unknown; one of 'native', 'torch'", {"backend": "natvie"}),
+        ("eps must be greater than 0", {"eps": 0.0}),
         ("learn_decay needs rates to start from", {"learn_decay": True}),
+        (r"decay must be \"gated\", one rate, or one per head \(4\); got 'gate'", {"decay": "gate"}),
+        ("learn_decay is for rates given as numbers", {"decay": "gated", "learn_decay": True}),
     ],
 )
 def test_constructor_errors(match, change):
     with pytest.raises(ValueError, match=match):
         CosformerAttention(32, **{"num_heads": 4, **change})
+
+
+@pytest.mark.parametrize(
+    ("match", "change"),
+    [
+        (r"decay must be one rate, .* got a torch.float32 tensor of shape \(2, 4, 9\)", {"decay": torch.rand(2, 4, 9)}),
+        ("decay must be one rate, .* got bool True", {"decay": True}),
+        ("horizon must be a number, or one per head; got str 'long'", {"horizon": "long"}),
+    ],
+)
+def test_constructor_type_errors(match, change):
+    with pytest.raises(TypeError, match=match):
+        CosformerAttention(32, 4, **change)
+
+
+@pytest.mark.parametrize("learn", [False, True])
+def test_rates_and_horizons_in_any_form(learn):
+    x = torch.randn(9, 2, 32)
+    made = CosformerAttention(32, 4, horizon=50, decay=0.25, learn_decay=learn)
+    forms = [([0.25] * 4, [50] * 4), (torch.full((4,), 0.25), torch.tensor(50)), (torch.tensor(0.25), torch.full((4,), 50))]
+    for decay, horizon in forms:
+        other = CosformerAttention(32, 4, horizon=horizon, decay=decay, learn_decay=learn)
+        other.load_state_dict(made.state_dict())
+        assert torch.equal(other(x, x, x)[0], made(x, x, x)[0])
 
 
 def test_call_errors():
@@ -205,3 +239,90 @@ def test_rates_survive_meta_initialisation_and_casts():
     x = torch.randn(9, 2, 32)
     assert torch.equal(late(x, x, x)[0], made(x, x, x)[0])
     assert made.to(torch.bfloat16).decay == (20.0,) * 4
+
+
+def gated(**options):
+    """A module whose gate has been moved from its start."""
+    module = CosformerAttention(32, 4, decay="gated", batch_first=True, **{"horizon": 50, **options})
+    nn.init.normal_(module.gate.weight, std=0.2)
+    nn.init.normal_(module.gate.bias)
+    return module
+
+
+def projected(module, x):
+    parts = ((module.q_proj, module.num_heads), (module.k_proj, module.num_kv_heads), (module.v_proj, module.num_kv_heads))
+    return [p(x).unflatten(-1, (n, -1)).transpose(1, 2) for p, n in parts]
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("causal", [False, True])
+def test_gated_rates_are_those_of_the_operator(causal, kv_heads):
+    """Outputs and the gradients of every parameter and the input, against the operator with the formula's rates."""
+    module = gated(num_kv_heads=kv_heads)
+    x = torch.randn(2, 20, 32, requires_grad=True)
+    leaves = [x, *module.parameters()]
+    rates = ((x @ module.gate.weight.T + module.gate.bias).exp() * ladder(4, 50)).transpose(1, 2)
+    mixed = cosformer_attention(*projected(module, x), horizon=50, causal=causal, decay=rates)
+    expected = module.out_proj(mixed.transpose(1, 2).flatten(2))
+    out, weights = module(x, x, x, is_causal=causal, need_weights=True, average_attn_weights=False)
+    assert_close(out, expected)
+    v = projected(module, x)[2].repeat_interleave(4 // kv_heads, 1)
+    assert_close(module.out_proj((weights @ v).transpose(1, 2).flatten(2)), expected)
+    for g, e in zip(
+        torch.autograd.grad(out.square().sum(), leaves), torch.autograd.grad(expected.square().sum(), leaves), strict=True
+    ):
+        assert_close(g, e, scale=e.abs().max() * 10)
+    assert torch.autograd.grad(module(x, x, x)[0].square().sum(), module.gate.weight)[0].abs().max() > 0
+
+
+def test_gated_streams():
+    module, x, state, outs = gated(), torch.randn(2, 20, 32), None, []
+    for piece in x.split([7, 1, 12], dim=1):
+        out, state = cosformer_stream(*projected(module, piece), state, horizon=50, decay=module.gate(piece))
+        outs.append(module.out_proj(out.transpose(1, 2).flatten(2)))
+    assert_close(torch.cat(outs, 1), module(x, x, x, is_causal=True)[0])
+
+
+@pytest.mark.parametrize(("horizon", "span"), [(50, 50), ([20.5, 30, 40.5, float("inf")], 41), (float("inf"), 4096), (None, 4096)])
+def test_a_gate_starts_as_the_ladder(horizon, span):
+    module = CosformerAttention(32, 4, decay="gated", horizon=horizon)
+    plain = CosformerAttention(32, 4, decay=ladder(4, span), horizon=horizon)
+    module.load_state_dict(plain.state_dict(), strict=False)
+    x = torch.randn(9, 2, 32)
+    assert_close(module(x, x, x)[0], plain(x, x, x)[0])
+
+
+@pytest.mark.parametrize("sequence_first", [False, True])
+def test_gated_layouts_and_padding(sequence_first):
+    module = gated()
+    x = torch.randn(2, 20, 32)
+    ignore = torch.arange(20) >= torch.tensor([20, 12])[:, None]
+    x[1, 12:] = float("nan")
+    row = x[1, :12]
+    alone, _ = module(row, row, row)
+    module.batch_first = not sequence_first
+    x = x.transpose(0, 1) if sequence_first else x
+    out, _ = module(x, x, x, key_padding_mask=ignore)
+    assert_close((out.transpose(0, 1) if sequence_first else out)[1, :12], alone)
+
+
+def test_a_gate_refuses_cross_attention():
+    module, x = gated(), torch.randn(2, 20, 32)
+    with pytest.raises(ValueError, match='decay="gated" reads .* the same tensor as query and key; .* decay=None'):
+        module(x, torch.randn(2, 20, 32), torch.randn(2, 20, 32))
+
+
+@pytest.mark.parametrize("sizes", [{}, {"kdim": 10, "vdim": 12}])
+@pytest.mark.parametrize("made", [{"decay": "gated"}, {"decay": 0.5, "learn_decay": True}])
+def test_rates_keep_their_start_under_the_weights_of_multihead_attention(made, sizes):
+    layer = nn.ModuleDict({"attention": CosformerAttention(32, 4, horizon=50, **made, **sizes)})
+    rates = {n: p.clone() for n, p in layer.named_parameters() if "decay" in n or "gate" in n}
+    theirs = nn.ModuleDict({"attention": nn.MultiheadAttention(32, 4, **sizes)})
+    layer.load_state_dict(theirs.state_dict())
+    assert rates and all(torch.equal(p, layer.get_parameter(n)) for n, p in rates.items())
+    own = layer.state_dict()
+    assert set(own) == {f"attention.{p}_proj.{n}" for p in ("q", "k", "v", "out") for n in ("weight", "bias")} | set(rates)
+    layer.load_state_dict(own)
+    own.pop(next(iter(rates)))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        layer.load_state_dict(own)

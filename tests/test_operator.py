@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from judge import assert_close, compare, judge, value_and_grads
 
-from cosformer import cosformer_attention
+from cosformer import cosformer_attention, cosformer_stream
 
 
 def inputs(B=2, H=4, Hk=2, L=37, S=37, D=6, E=5, dtype=torch.float32):
@@ -81,6 +81,17 @@ def test_decay_of_any_strength_at_length(backend, rate, per_position, causal):
     q, k, v = inputs(B=1, H=1, Hk=1, L=L, S=L, D=4, E=3)
     lam = torch.full((1, 1, L), rate) if per_position else torch.tensor([rate])
     judge(on(backend), q, k, v, causal=causal, decay=lam, horizon=math.inf)
+
+
+def test_rates_as_numbers(backend):
+    q, k, v = inputs(L=30, S=30)
+    for numbers, same in ((0.25, [0.25] * 4), ((0.5, 0.25, 1, 0), [0.5, 0.25, 1, 0])):
+        expected = on(backend)(q, k, v, causal=True, horizon=40, decay=torch.tensor(same))
+        assert torch.equal(on(backend)(q, k, v, causal=True, horizon=40, decay=numbers), expected)
+        start = cosformer_stream(q[:, :, :9], k[:, :, :9], v[:, :, :9], horizon=40, decay=numbers, backend=backend)[1].snapshot()
+        out, state = cosformer_stream(q[:, :, 9:], k[:, :, 9:], v[:, :, 9:], start, horizon=40, decay=numbers, backend=backend)
+        assert_close(out, expected[:, :, 9:])
+        assert_close(state.rollback(21).tensor, start.tensor)
 
 
 def test_zero_decay_is_no_decay(backend):

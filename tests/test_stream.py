@@ -2,6 +2,7 @@
 
 import io
 import math
+import pickle
 
 import pytest
 import torch
@@ -180,3 +181,87 @@ def test_memory_of_cross_attention(backend):
     assert_close(a, b)
     for g, e in zip(grads, expected, strict=True):
         assert_close(g, e)
+
+
+MADE = [250.0, [250, 260, 270, math.inf]]
+
+
+def known(state):
+    """The state as each way of keeping, moving or changing it returns it."""
+    q, k, v = inputs(L=3, S=3)
+    horizon = list(state.horizons)
+    _, ahead = cosformer_stream(q, k, v, state.snapshot(), horizon=horizon)
+    yield "itself", state
+    yield "saved", State.from_state_dict(state.state_dict())
+    yield "pickled", pickle.loads(pickle.dumps(state))
+    yield "moved", state.to("cpu")
+    yield "reordered", state.index_select(torch.tensor([1, 0]))
+    yield "detached", state.detach()
+    yield "snapshot", state.snapshot()
+    yield "the snapshot of a moved one", ahead.to("cpu").origin
+    yield "rolled back", ahead.rollback(1)
+    yield "continued", ahead
+    yield "flattened", torch.utils._pytree.tree_map(lambda x: x, state)
+
+
+@pytest.mark.parametrize("horizon", MADE)
+def test_a_state_keeps_to_its_horizon(horizon):
+    q, k, v = inputs(L=20, S=20)
+    _, state = cosformer_stream(q, k, v, horizon=horizon)
+    for how, kept in known(state):
+        with pytest.raises(ValueError, match=r"horizon is 500, but the state was made with \[?250.* start again, without a state"):
+            pytest.fail(f"{how}: accepted {cosformer_stream(q, k, v, kept, horizon=500)[1].position}")
+        cosformer_stream(q, k, v, kept, horizon=horizon)
+
+
+def test_one_horizon_for_all_heads_is_one_per_head():
+    q, k, v = inputs(L=20, S=20)
+    _, state = cosformer_stream(q, k, v, horizon=torch.tensor(50))
+    out, _ = cosformer_stream(q, k, v, state, horizon=[50] * 4)
+    assert torch.equal(cosformer_stream(q, k, v, state, horizon=50.0)[0], out)
+    with pytest.raises(ValueError, match=r"horizon is \[50, 50, 50, 60\], but the state was made with 50 "):
+        cosformer_stream(q, k, v, state, horizon=[50, 50, 50, 60])
+
+
+def test_a_memory_keeps_to_its_horizon():
+    q, k, v = inputs(L=20, S=20)
+    memory = linear_state(k, v, heads=4, horizon=50, relu=True)
+    with pytest.raises(ValueError, match="horizon is 60, but the state was made with 50"):
+        linear_read(q, memory, horizon=60, relu=True)
+
+
+def test_states_saved_without_a_horizon_are_read():
+    q, k, v = inputs(L=20, S=20)
+    _, state = cosformer_stream(q, k, v, horizon=50)
+    old = State.from_state_dict({"tensor": state.tensor, "position": torch.tensor(20)})
+    out, after = cosformer_stream(q, k, v, old, horizon=50)
+    assert torch.equal(out, cosformer_stream(q, k, v, state, horizon=50)[0])
+    assert after.horizons == (50.0,)  # known from here on
+
+
+def test_a_stream_at_its_horizon_says_what_to_do():
+    q, k, v = inputs(L=20, S=20)
+    _, state = cosformer_stream(q, k, v, horizon=30)
+    with pytest.raises(ValueError, match="horizon is 30, .* start the stream again with a horizon of more than 39"):
+        cosformer_stream(q, k, v, state, horizon=30)
+
+
+@pytest.mark.parametrize("order", [(None, "head", "position"), ("position", None, "head"), ("head", "position", None)])
+def test_rates_begin_end_and_change_in_a_stream(backend, dtype, order):
+    """Rates belong to tokens, and none is a rate of 0, so the state needs to know nothing of them."""
+    q, k, v = inputs(L=60, S=60, dtype=dtype)
+    parts = {None: torch.zeros(2, 4, 20), "head": torch.rand(4)[:, None].expand(2, 4, 20), "position": torch.rand(2, 4, 20)}
+
+    def pieces(q, k, v, *, decay, **kwargs):
+        outs, state = [], None
+        for at, kind in enumerate(order):
+            cut = slice(20 * at, 20 * at + 20)
+            rate = {None: None, "head": decay[0, :, 20 * at], "position": decay[:, :, cut]}[kind]
+            out, state = cosformer_stream(q[:, :, cut], k[:, :, cut], v[:, :, cut], state, decay=rate, backend=backend, **kwargs)
+            outs.append(out)
+        return torch.cat(outs, 2)
+
+    lam = torch.cat([parts[kind] for kind in order], 2).to(torch.promote_types(dtype, torch.float32))
+    expected = reference.attention(q.double(), k.double(), v.double(), horizon=100, causal=True, decay=lam.double())
+    rounded = reference.attention(q, k, v, horizon=100, causal=True, decay=lam)
+    assert_close(pieces(q, k, v, decay=lam, horizon=100), expected, rounded=rounded)

@@ -6,8 +6,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from .decay import DecayGate
 from .mixers import build
 from .ops import cosformer_attention
+from .ops.checks import Horizon, Rates, check_eps, horizon_list, rate_list
+from .ops.operator import check_backend
+
+GATE_POSITIONS = 4096  # what a gate's slowest head spans at the start where no finite horizon says so
 
 
 class _Attention(nn.Module):
@@ -47,7 +52,8 @@ class _Attention(nn.Module):
                 nn.init.zeros_(layer.bias)
         self.register_load_state_dict_pre_hook(_split_fused_projection)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None) -> Tensor:
+    def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None) -> Tensor:
+        """Mix the values; x (B, L, C) is what the queries were projected from."""
         raise NotImplementedError
 
     def _refuse(self, *, causal: bool, cross: bool) -> None:
@@ -89,11 +95,11 @@ class _Attention(nn.Module):
                 f"key_padding_mask must have shape (batch, keys) = {(k.shape[0], k.shape[2])}; got {tuple(key_padding_mask.shape)}"
             )
         keep = _keep(key_padding_mask)
-        out = self.out_proj(self._attend(q, k, v, causal=causal, key_mask=keep).transpose(1, 2).flatten(2))
+        out = self.out_proj(self._attend(query, q, k, v, causal=causal, key_mask=keep).transpose(1, 2).flatten(2))
         weights = None
         if need_weights:  # attention is linear in v, so the identity in v's place returns the weights themselves
             eye = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
-            weights = self._attend(q, k, eye, causal=causal, key_mask=keep)
+            weights = self._attend(query, q, k, eye, causal=causal, key_mask=keep)
             weights = weights.mean(1) if average_attn_weights else weights
         if single:
             return out.squeeze(0), None if weights is None else weights.squeeze(0)
@@ -111,8 +117,9 @@ class CosformerAttention(_Attention):
     """Multi-head cosFormer attention, a drop-in for `nn.MultiheadAttention` at linear cost.
 
     The constructor takes `nn.MultiheadAttention`'s arguments and a few more: `num_kv_heads` (grouped heads), `horizon` (a number,
-    one per head, or None for the longer of the two lengths of each call) and `decay` (rates, one per head; learned when
-    `learn_decay=True`). It loads the weights of an `nn.MultiheadAttention` of the same size and of the official cosFormer file.
+    one per head, or None for the longer of the two lengths of each call) and `decay`: a rate, or one per head, learned when
+    `learn_decay=True`; or "gated", one per head and position, which the linear `gate` reads from the input in self-attention.
+    It loads the weights of an `nn.MultiheadAttention` of the same size and of the official cosFormer file.
 
     What a linear form cannot express is refused when asked for: dropout of attention weights, arbitrary attention masks,
     `add_bias_kv`, `add_zero_attn`. `need_weights` defaults to False, because the weights are quadratic.
@@ -137,8 +144,8 @@ class CosformerAttention(_Attention):
         dtype: torch.dtype | None = None,
         *,
         num_kv_heads: int | None = None,
-        horizon: float | Sequence[float] | None = None,
-        decay: float | Sequence[float] | None = None,
+        horizon: Horizon | None = None,
+        decay: Rates | str | None = None,
         learn_decay: bool = False,
         eps: float = 1e-6,
         backend: str | None = None,
@@ -147,33 +154,62 @@ class CosformerAttention(_Attention):
         super().__init__(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, *made)
         if learn_decay and decay is None:
             raise ValueError("learn_decay needs rates to start from; pass decay, one number or one per head")
-        self.horizon = tuple(horizon) if isinstance(horizon, Sequence) else horizon
+        check_eps(eps)
+        check_backend(backend)
         self.eps, self.backend = eps, backend
-        self._start_decay(decay, learn_decay, device)
-
-    def _start_decay(self, decay: float | Sequence[float] | None, learn: bool, device) -> None:
+        if horizon is not None:
+            horizons = tuple(horizon_list(horizon, num_heads))
+            horizon = horizons if isinstance(horizon, Sequence | Tensor) else horizon  # a number stays as it was written
+        self.horizon: float | tuple[float, ...] | None = horizon
         self.decay: tuple[float, ...] | None = None
         self.register_parameter("log_decay", None)
-        if decay is None:
-            return
-        rates = tuple(float(r) for r in decay) if isinstance(decay, Sequence) else (float(decay),) * self.num_heads
-        if len(rates) != self.num_heads or min(rates) < 0 or (learn and min(rates) == 0):
+        self.gate: DecayGate | None = None
+        if isinstance(decay, str):
+            self._start_gate(decay, learn_decay, device, dtype)
+        elif decay is not None:
+            self._start_decay(decay, learn_decay, device)
+
+    def _start_gate(self, decay: str, learn: bool, device, dtype) -> None:
+        if decay != "gated":
+            raise ValueError(f'decay must be "gated", one rate, or one per head ({self.num_heads}); got {decay!r}')
+        if learn:
             raise ValueError(
-                f"decay must be one rate, or one per head ({self.num_heads}), of at least 0 (above 0 if learned); got {decay}"
+                'learn_decay is for rates given as numbers; decay="gated" is learned as it is, so leave learn_decay out'
             )
+        horizons = () if self.horizon is None else horizon_list(self.horizon, self.num_heads)
+        spans = [h for h in horizons if h < math.inf] or [GATE_POSITIONS]
+        self.gate = DecayGate(self.embed_dim, self.num_heads, max_positions=math.ceil(max(spans)), device=device, dtype=dtype)
+
+    def _start_decay(self, decay: Rates, learn: bool, device) -> None:
+        rates = tuple(rate_list(decay, self.num_heads))
+        if learn and min(rates) == 0:
+            raise ValueError(f"decay must be above 0 if it is learned, since its logarithm is; got {decay}")
         if learn:  # as logarithms, so that learned rates stay positive
             self.log_decay = nn.Parameter(torch.tensor(rates, dtype=torch.float32, device=device).log())
         else:  # as plain numbers: no cast or late allocation can change them
             self.decay = rates
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None) -> Tensor:
-        decay = None if self.log_decay is None else self.log_decay.float().exp()
-        if self.decay is not None:
-            decay = torch.tensor(self.decay, dtype=torch.float32, device=q.device)
+    def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None) -> Tensor:
+        decay = self._rates(x, key_mask)
         backend = self.backend if v.shape[-1] == self.head_dim else None  # weights are asked for with values of another size
         return cosformer_attention(
             q, k, v, horizon=self.horizon, causal=causal, key_mask=key_mask, decay=decay, eps=self.eps, backend=backend
         )
+
+    def _rates(self, x: Tensor, key_mask: Tensor | None) -> Tensor | None:
+        if self.gate is not None:
+            rates = self.gate(x)
+            return rates if key_mask is None else rates.masked_fill(~key_mask[:, None], 0.0)  # padding may hold anything, even NaN
+        if self.log_decay is not None:
+            return self.log_decay.float().exp()
+        return None if self.decay is None else torch.tensor(self.decay, dtype=torch.float32, device=x.device)
+
+    def _refuse(self, *, causal: bool, cross: bool) -> None:
+        if cross and self.gate is not None:
+            raise ValueError(
+                'decay="gated" reads one rate per position from the query, so it needs self-attention, with the same tensor as '
+                "query and key; for cross attention make the module with decay=None"
+            )
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, horizon={self.horizon}"
@@ -221,7 +257,7 @@ class MixerAttention(_Attention):
     def _refuse(self, *, causal: bool, cross: bool) -> None:
         self.mixer.refuse(causal=causal, cross=cross)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None) -> Tensor:
+    def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None) -> Tensor:
         return self.mixer(q, k, v, causal=causal, key_mask=key_mask)
 
     def extra_repr(self) -> str:
@@ -260,7 +296,15 @@ def _is_causal(attn_mask: Tensor | None, L: int, S: int, *, hint: bool) -> bool:
 
 
 def _split_fused_projection(module: _Attention, state_dict: dict, prefix: str, *args) -> None:
-    """Accept nn.MultiheadAttention's names: in_proj_weight, in_proj_bias, q_proj_weight, k_proj_weight, v_proj_weight."""
+    """Accept nn.MultiheadAttention's names: in_proj_weight, in_proj_bias, q_proj_weight, k_proj_weight, v_proj_weight.
+
+    It has no decay, so where its names are met learned rates and a gate stay as they are.
+    """
+    theirs = any(f"{prefix}{name}_weight" in state_dict for name in ("in_proj", "q_proj"))
+    if theirs:
+        for name, own in module.named_parameters():
+            if name.startswith(("log_decay", "gate.")):
+                state_dict.setdefault(f"{prefix}{name}", own.detach())
     for kind in ("weight", "bias"):
         fused = state_dict.pop(f"{prefix}in_proj_{kind}", None)
         if fused is not None:

@@ -126,4 +126,5 @@ def encoder_decoder_cache(layer_types: list[str]) -> EncoderDecoderCache:
 def _empty_state(q: Tensor, v: Tensor, *, horizon: float) -> State:
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     features = q.shape[3] * (1 if horizon == math.inf else 2)
-    return State(torch.zeros(q.shape[0], q.shape[1], features, v.shape[3] + 1, dtype=dtype, device=q.device))
+    tensor = torch.zeros(q.shape[0], q.shape[1], features, v.shape[3] + 1, dtype=dtype, device=q.device)
+    return State(tensor, horizons=(float(horizon),))

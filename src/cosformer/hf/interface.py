@@ -20,8 +20,8 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.utils import logging
 
+from ..decay import ladder
 from ..ops import linear_attention
-from .decay import ladder
 
 OPTIONS = ("horizon", "decay")
 REFUSED = {  # keyword: what it asks for

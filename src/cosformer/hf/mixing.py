@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from .. import mixers
+from ..decay import DecayGate, ladder
 from ..ops import cosformer_attention
 from .cache import CosformerCache, StateLayer
-from .decay import DecayGate, ladder
 from .interface import padding, reaches
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 Horizon = float | Sequence[float] | Tensor
+Rates = float | Sequence[float] | Tensor
 
 
 def autocasting(x: object) -> bool:
@@ -98,7 +99,7 @@ def horizon_list(horizon: Horizon, heads: int) -> list[float]:
     return values
 
 
-def check_reach(horizons: list[float], back: int, ahead: int = 0) -> None:
+def check_reach(horizons: list[float], back: int, ahead: int = 0, *, remedy: str = "pass") -> None:
     """Beyond the horizon the cosine is negative and the normaliser meaningless, so such a call has no answer.
 
     A key exactly at the horizon weighs nothing. Behind the query that is harmless; ahead of it, where positions themselves can
@@ -108,7 +109,7 @@ def check_reach(horizons: list[float], back: int, ahead: int = 0) -> None:
         if back > value or ahead >= value:
             distance = max(back, ahead)
             raise ValueError(
-                f"horizon is {value:g}, but positions can lie {distance} apart here; pass a horizon of more than {distance} "
+                f"horizon is {value:g}, but positions can lie {distance} apart here; {remedy} a horizon of more than {distance} "
                 "(or math.inf, which drops the cosine)"
             )
 
@@ -118,11 +119,24 @@ def check_eps(eps: float) -> None:
         raise ValueError(f"eps must be greater than 0, the smallest normaliser; got {eps}")
 
 
-def rates_of(decay: Tensor | None, q: Tensor, k: Tensor, *, self_attention: bool) -> Tensor | None:
+def rate_list(decay: Rates, heads: int) -> list[float]:
+    """One rate per head as a list, from one number or one per head."""
+    given = decay.tolist() if isinstance(decay, Tensor) and decay.ndim < 2 else decay
+    values = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * heads
+    if not all(isinstance(r, Real | torch.SymFloat) and not isinstance(r, bool) for r in values):
+        raise TypeError(f"decay must be one rate, or one per head ({heads}), as numbers; got {shown(decay)}")
+    if len(values) != heads or not all(0 <= r < math.inf for r in values):
+        raise ValueError(f"decay must be one rate, or one per head ({heads}), finite and 0 or more; got {given}")
+    return [float(r) for r in values]
+
+
+def rates_of(decay: Rates | None, q: Tensor, k: Tensor, *, self_attention: bool) -> Tensor | None:
     if decay is None:
         return None
     (B, H, _, _), S = q.shape, k.shape[2]
-    if not isinstance(decay, Tensor) or not decay.is_floating_point():
+    if not isinstance(decay, Tensor):
+        decay = torch.tensor(rate_list(decay, H), dtype=torch.float64, device=q.device)
+    if not decay.is_floating_point():
         raise TypeError(f"decay must be a floating-point tensor of rates; got {shown(decay)}")
     if decay.shape != (H,) and decay.shape != (B, H, S):
         raise ValueError(f"decay must have shape (heads,) = {(H,)} or (batch, heads, keys) = {(B, H, S)}; got {tuple(decay.shape)}")
@@ -146,6 +160,22 @@ def check_state(tensor: Tensor, q: Tensor, v: Tensor, horizons: list[float]) -> 
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if tensor.dtype != dtype or tensor.device != q.device:
         raise TypeError(f"state must be {dtype} on {q.device}; got {tensor.dtype} on {tensor.device}")
+
+
+def check_state_horizons(made: Sequence[float] | None, horizons: list[float]) -> None:
+    """A state's sums hold the cosine of the horizon it was made with; under another they mean nothing. None is not known."""
+    if made is None:
+        return
+    heads = max(len(made), len(horizons))
+    if list(made) * (heads // len(made)) != horizons * (heads // len(horizons)):  # one for all is the same as one per head
+        raise ValueError(
+            f"horizon is {_numbers(horizons)}, but the state was made with {_numbers(made)} and is bound to it; "
+            f"pass {_numbers(made)}, or start again, without a state, with {_numbers(horizons)}"
+        )
+
+
+def _numbers(values: Sequence[float]) -> str:
+    return f"{values[0]:g}" if len(values) == 1 else f"[{', '.join(f'{x:g}' for x in values)}]"
 
 
 def state_shape(q: Tensor, v: Tensor, horizons: list[float]) -> tuple[int, int, int, int]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from .checks import Horizon
+from .checks import Horizon, Rates
 from .linear import State, linear_attention, linear_stream
 
 
@@ -21,7 +21,7 @@ def cosformer_attention(
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     q_offset: int = 0,
-    decay: Tensor | None = None,
+    decay: Rates | None = None,
     eps: float = 1e-6,
     backend: str | None = None,
 ) -> Tensor:
@@ -35,8 +35,8 @@ def cosformer_attention(
     causal      a query sees the keys at its own position and before.
     key_mask    (B, S) bool, True = keep.
     cu_seqlens  boundaries (0, n1, n1 + n2, ...) of sequences packed into one batch row; none sees another.
-    decay       rates >= 0, one per head (H,), or one per head and position (B, H, S) in self-attention: weights are multiplied by
-                exp(-|A_i - A_j|), where A is the running sum of the rates (rate * position for a constant).
+    decay       rates >= 0: a number, one per head (H,), or a tensor (B, H, S) of one per head and position in self-attention.
+                Weights are multiplied by exp(-|A_i - A_j|), A the running sum of the rates (rate * position for a constant).
     eps         the smallest normaliser; a query with nothing to attend to gives zeros.
     backend     None for the best that supports the call, or a name, which runs or raises with the reason.
 
@@ -66,7 +66,7 @@ def cosformer_stream(
     *,
     horizon: Horizon,
     key_mask: Tensor | None = None,
-    decay: Tensor | None = None,
+    decay: Rates | None = None,
     eps: float = 1e-6,
     backend: str | None = None,
 ) -> tuple[Tensor, State]:

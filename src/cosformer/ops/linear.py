@@ -18,11 +18,13 @@ from torch import Tensor
 
 from .checks import (
     Horizon,
+    Rates,
     autocast,
     check_eps,
     check_packed,
     check_reach,
     check_state,
+    check_state_horizons,
     check_tensors,
     horizon_list,
     rates_of,
@@ -59,10 +61,14 @@ class State:
 
     F is 2D, or D with an infinite horizon. A State is never changed in place, so keeping one is a valid way back to it;
     `snapshot` and `rollback` do the same for the last tokens only. It is differentiable, and a pytree to torch.
+
+    The horizon is part of the sums in the tensor, so a State knows its own and is refused where another is given. Rates are not:
+    each token brings its own, and none is a rate of 0, so they may change, begin or end anywhere in a stream.
     """
 
     tensor: Tensor
     position: int = 0
+    horizons: tuple[float, ...] | None = None  # one, or one per head; None in a state made by hand, which takes the next call's
     origin: "State | None" = None  # set by snapshot(): where rollback() starts from ...
     trail: tuple[Tokens, ...] = ()  # ... and what was taken in since
 
@@ -80,7 +86,7 @@ class State:
 
     def snapshot(self) -> "State":
         """The same state, from here on remembering the tokens it takes in, so that the last of them can be rolled back."""
-        here = State(self.tensor, self.position)
+        here = State(self.tensor, self.position, self.horizons)
         return replace(here, origin=here)
 
     def rollback(self, tokens: int) -> "State":
@@ -102,15 +108,18 @@ class State:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What `torch.save` or safetensors keeps; `State.from_state_dict` is the way back. A snapshot is not kept."""
-        return {"tensor": self.tensor, "position": torch.tensor(self.position)}
+        saved = {"tensor": self.tensor, "position": torch.tensor(self.position)}
+        return saved if self.horizons is None else {**saved, "horizons": torch.tensor(self.horizons, dtype=torch.float64)}
 
     @classmethod
     def from_state_dict(cls, saved: dict) -> "State":
-        return cls(saved["tensor"], int(saved["position"]))
+        horizons = saved.get("horizons")
+        return cls(saved["tensor"], int(saved["position"]), None if horizons is None else tuple(horizons.tolist()))
 
     def _map(self, change: Callable[[Tensor], Tensor], *, rows: bool = False) -> "State":
-        origin = None if self.origin is None else State(change(self.origin.tensor), self.origin.position)
-        return State(change(self.tensor), self.position, origin, tuple(seen.map(change, rows=rows) for seen in self.trail))
+        origin = None if self.origin is None else replace(self.origin, tensor=change(self.origin.tensor))
+        trail = tuple(seen.map(change, rows=rows) for seen in self.trail)
+        return replace(self, tensor=change(self.tensor), origin=origin, trail=trail)
 
 
 torch.export.register_dataclass(State)
@@ -128,7 +137,7 @@ def linear_attention(
     key_mask: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
     q_offset: int = 0,
-    decay: Tensor | None = None,
+    decay: Rates | None = None,
     eps: float = 1e-6,
     backend: str | None = None,
 ) -> Tensor:
@@ -166,7 +175,7 @@ def linear_stream(
     relu: bool = False,
     signed: bool = False,
     key_mask: Tensor | None = None,
-    decay: Tensor | None = None,
+    decay: Rates | None = None,
     eps: float = 1e-6,
     backend: str | None = None,
 ) -> tuple[Tensor, State]:
@@ -182,17 +191,19 @@ def linear_stream(
         raise TypeError(f"state must be a State, as the stream returned it, or None; got {shown(state)}")
     else:
         position, tensor = state.position, state.tensor
+        check_state_horizons(state.horizons, horizons)
         check_state(tensor, q, v, horizons)
     if q.shape[2] > 0:
-        check_reach(horizons, position + q.shape[2] - 1)
+        remedy = "pass" if state is None else "start the stream again with"
+        check_reach(horizons, position + q.shape[2] - 1, remedy=remedy)
     rates = rates_of(decay, q, k, self_attention=True)
     check_backend(backend)
     check_eps(eps)
     out, _, new = attend(q, k, v, rates, key_mask, None, tensor, horizons, True, 0, position, relu, signed, eps, backend, True)
-    after = State(new, position + q.shape[2])
+    after = State(new, position + q.shape[2], tuple(horizons))
     if state is not None and state.origin is not None:
         options = {"horizon": horizons, "relu": relu, "backend": backend}
-        mask, rates = (None if x is None else x.clone() for x in (key_mask, decay))  # clones: the caller may reuse its buffers
+        mask, rates = (None if x is None else x.clone() for x in (key_mask, rates))  # clones: the caller may reuse its buffers
         taken = Tokens(k.clone(), v.clone(), mask, rates, options)
         after = replace(after, origin=state.origin, trail=(*state.trail, taken))
     return out, after
@@ -215,7 +226,7 @@ def linear_state(
     check_backend(backend)
     horizons = horizon_list(horizon, heads)
     _, _, tensor = attend(q, k, v, None, key_mask, None, None, horizons, False, 0, 0, relu, False, 1e-6, backend, True)
-    return State(tensor, k.shape[2])
+    return State(tensor, k.shape[2], tuple(horizons))
 
 
 def linear_read(
@@ -237,6 +248,7 @@ def linear_read(
     check_backend(backend)
     check_eps(eps)
     horizons = horizon_list(horizon, H)
+    check_state_horizons(state.horizons, horizons)
     check_state(state.tensor, q, v, horizons)
     if q.shape[2] and state.position:
         check_reach(horizons, q_offset + q.shape[2] - 1, state.position - 1 - q_offset)

@@ -1,4 +1,4 @@
-"""Decay rates for a model's heads: the constant ladder, and the gate that scales it by what the layer reads."""
+"""Decay rates for attention heads: the constant ladder, and the gate that scales it by what the layer reads."""
 
 import math
 
@@ -17,8 +17,8 @@ def ladder(heads: int, max_positions: int, *, device: torch.device | None = None
 class DecayGate(nn.Linear):
     """rate_h = ladder_h * exp(w_h . x + b_h): a layer's input (B, L, C) -> rates (B, H, L). Starts as the ladder itself."""
 
-    def __init__(self, size: int, heads: int, *, max_positions: int):
-        super().__init__(size, heads)
+    def __init__(self, size: int, heads: int, *, max_positions: int, device=None, dtype=None):
+        super().__init__(size, heads, device=device, dtype=dtype)
         self.max_positions = max_positions
 
     def reset_parameters(self) -> None:
