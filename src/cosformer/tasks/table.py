@@ -89,6 +89,10 @@ class Table(Rows):
         """Where each row ends in `flat`."""
         return self._arrays[column][1]
 
+    def lengths(self, column: str) -> np.ndarray:
+        """How long each row is."""
+        return np.diff(self.ends(column), prepend=0)
+
     def numbers(self, column: str) -> np.ndarray:
         """A number column, whole."""
         return self._numbers[column]

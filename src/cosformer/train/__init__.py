@@ -21,7 +21,6 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from accelerate import PartialState
 from torch.utils.data import Dataset, Subset
@@ -274,7 +273,7 @@ def announce(run: Run, task: tasks.Task, model) -> None:
     sets = ", ".join(f"{len(getattr(task, split)):,} {split}" for split in tasks.SPLITS)
     print(f"{task.name}, {run.mixer}: {count:,} parameters{more}; {sets} examples of up to {task.max_length:,} tokens", flush=True)
     if isinstance(task.train, Table) and task.tokenizer is not None:
-        full = int((np.diff(task.train.ends("input_ids"), prepend=0) == task.max_length).sum())
+        full = int((task.train.lengths("input_ids") == task.max_length).sum())
         if full:
             print(
                 f"{full:,} training texts reach {task.max_length:,} tokens, where longer ones are cut; --length sets it", flush=True
