@@ -266,7 +266,19 @@ def _origin(results: Results) -> str:
     names = {"cpu": "processor", "isa": "instruction set", "memory_gib": "memory, GiB", "started": "started (UTC)"}
     names["minutes"] = "minutes of this call"  # what an earlier one had finished was not done again
     for run in results.runs:
-        order = "started minutes cpu threads isa memory_gib seeds cosformer torch transformers python".split()
+        order = [
+            "started",
+            "minutes",
+            "cpu",
+            "threads",
+            "isa",
+            "memory_gib",
+            "seeds",
+            "cosformer",
+            "torch",
+            "transformers",
+            "python",
+        ]
         facts = [(names.get(k, k), run[k]) for k in order if run.get(k) is not None]
         items = "".join(f"<div><dt>{esc(k)}</dt><dd>{esc(_fact(v))}</dd></div>" for k, v in facts)
         parts.append(f'<pre tabindex="0" aria-label="Command"><code>{esc(run["command"])}</code></pre>\n<dl>{items}</dl>')
