@@ -10,6 +10,7 @@ import torch
 from cosformer import compare, models, reference, tasks
 from cosformer.bench import exactness
 from cosformer.compare import budget, pictures, plan
+from cosformer.compare import quality as quality_of
 from cosformer.report.results import check
 
 TOY = plan.Subject(
@@ -171,6 +172,15 @@ def test_a_model_that_could_not_be_trained_is_not_started_from(tmp_path, monkeyp
     assert (row["subject"], row["status"], row["reason"]) == ("then", "failed", "first left no model to start from")
 
 
+def test_speed_counts_tokens_not_lines(tmp_path):
+    """A thousand long tokens at 10 a second and ten short ones at 1,000: the median line would say what hardly any token had."""
+    lines = [{"tokens": n, "tokens_per_second": s} for n, s in ((5, 1_000.0), (1_005, 10.0), (1_010, 1_000.0))]
+    (tmp_path / "metrics.jsonl").write_text(
+        "\n".join(json.dumps(line) for line in [*lines, {"tokens": 1_010, "eval_loss": 1.0}]) + "\n"
+    )
+    assert quality_of.speed_of(str(tmp_path)) == pytest.approx(1_010 / (5 / 1_000 + 1_000 / 10 + 5 / 1_000))
+
+
 # What fits the time.
 
 
@@ -206,7 +216,7 @@ def test_a_machine_that_grows_slow_trains_what_has_not_begun_for_fewer_steps(
     assert planned == 400 and trained[:2] == [("first", "softmax", planned), ("first", "elu", planned)]
     assert trained[2:] == [("second", "softmax", steps), ("second", "elu", steps)]
     assert json.loads((tmp_path / "plan.json").read_text())["second"]["steps"] == steps
-    told = f"second: {steps} steps instead of 400; the machine is {slower / 1.17:.1f}x slower than planned"
+    told = f"second: {steps} steps instead of 400; the machine is {slower / budget.STARTING:.1f}x slower than planned"
     assert (told in capsys.readouterr().out) == (steps < planned)
 
 

@@ -16,6 +16,7 @@ from .board import Board
 from .plan import EVALUATIONS, Subject, mixers_of
 
 SHARE_OF_COST = 0.15  # of the minutes there are
+STARTING = 1.17  # times what training and evaluating take: starting and saving a run is on top
 LATE = 1.25  # times the expected seconds
 STEPS = (10, 20, 30, 50, 75, 100, 150, 200, 300, 400, 600, 800, 1000, 1500, 2000, 3000, 4000, 6000, 8000, 10_000)
 
@@ -99,8 +100,8 @@ def save(plan: dict[str, Any], out: Path) -> None:
 
 
 def seconds_of(plan: dict[str, Any], subject: Subject, mixer: str) -> float:
-    """What a planned cell is expected to take; a sixth on top, for starting and saving."""
-    return 1.17 * cell_seconds(subject, plan[subject.name]["seconds"][mixer], plan[subject.name]["steps"])
+    """What a planned cell is expected to take."""
+    return STARTING * cell_seconds(subject, plan[subject.name]["seconds"][mixer], plan[subject.name]["steps"])
 
 
 class Pace:
