@@ -176,6 +176,18 @@ def test_batches_of_like_length_and_a_batch_norm_go_on_as_well():
         assert same(f"run{stop}", "whole"), stop
 
 
+def test_the_epoch_reaches_the_order_of_lengths(monkeypatch):
+    """Through whatever a resumed run of several processes wraps around it, so not through that."""
+    run = run_of("listops", task_settings=LISTOPS, training={"train_sampling_strategy": "group_by_length"})
+    task = train.build_task(run)
+    trainer = train.trainer_of(run, task, train.new_model(run, task, start=None), [])
+    order = trainer._get_train_sampler()
+    first, again = list(order), list(order)
+    monkeypatch.setattr(loop.Sharded, "_run_epoch", lambda *args, **kwargs: None)
+    trainer._run_epoch(trainer.model, 1)
+    assert first == again and sorted(order) == sorted(first) and list(order) != first
+
+
 def test_a_second_ctrl_c_stops_at_once_and_sigterm_twice_does_not():
     with pytest.raises(KeyboardInterrupt):
         go(watch=Signal(3, signal.SIGINT, times=2))
