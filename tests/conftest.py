@@ -10,7 +10,9 @@ from torch.utils._device import _device_constructors
 
 from cosformer.ops.operator import BACKENDS
 
-settings.register_profile("cosformer", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+settings.register_profile(
+    "cosformer", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
+)
 settings.load_profile("cosformer")
 
 _device_constructors()  # remembered from here on: `with torch.device(...)` must know the real torch.empty
@@ -23,7 +25,10 @@ def unavailable(backend: str) -> str | None:
 
 
 RUNNING = [name for name in BACKENDS if unavailable(name) is None]
-DTYPES = {"torch": ["float64", "float32", "bfloat16", "float16"], "native": ["float32", "bfloat16", "float16"]}
+DTYPES = {
+    "torch": ["float64", "float32", "bfloat16", "float16"],
+    "native": ["float32", "bfloat16", "float16"],
+}
 BACKEND_DTYPES = [(b, d) for b in RUNNING for d in DTYPES[b]]
 
 
@@ -32,7 +37,9 @@ def pytest_generate_tests(metafunc):
     names = metafunc.fixturenames
     if "backend" in names and "dtype" in names:
         metafunc.parametrize(
-            ("backend", "dtype"), [(b, getattr(torch, d)) for b, d in BACKEND_DTYPES], ids=map("-".join, BACKEND_DTYPES)
+            ("backend", "dtype"),
+            [(b, getattr(torch, d)) for b, d in BACKEND_DTYPES],
+            ids=map("-".join, BACKEND_DTYPES),
         )
     elif "backend" in names:
         metafunc.parametrize("backend", RUNNING)
@@ -40,7 +47,9 @@ def pytest_generate_tests(metafunc):
 
 def pytest_report_header(config):
     missing = [f"{b} ({unavailable(b)})" for b in BACKENDS if b not in RUNNING]
-    return f"cosformer backends: {', '.join(RUNNING)}" + (f"; not tested: {', '.join(missing)}" if missing else "")
+    return f"cosformer backends: {', '.join(RUNNING)}" + (
+        f"; not tested: {', '.join(missing)}" if missing else ""
+    )
 
 
 @pytest.fixture(autouse=True)
@@ -55,7 +64,12 @@ def poison(monkeypatch):
     def poisoned(make):
         def empty(*args, **kwargs):
             x = make(*args, **kwargs)
-            plain = type(x) is torch.Tensor and not x.is_meta and x.is_floating_point() and not torch.compiler.is_compiling()
+            plain = (
+                type(x) is torch.Tensor
+                and not x.is_meta
+                and x.is_floating_point()
+                and not torch.compiler.is_compiling()
+            )
             return x.fill_(float("nan")) if plain else x
 
         return empty

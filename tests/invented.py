@@ -17,7 +17,9 @@ MIXERS = {
 }  # fmt: skip
 
 
-def quality(task="lm", mixer="cosformer", value=7.9, *, group="lm", seed=0, metric="perplexity", greater=False, **more) -> dict:
+def quality(
+    task="lm", mixer="cosformer", value=7.9, *, group="lm", seed=0, metric="perplexity", greater=False, **more
+) -> dict:
     row = {
         "kind": "quality", "group": group, "task": task, "title": task, "mixer": mixer, "seed": seed, "status": "done",
         "reason": None, "metric": metric, "greater_is_better": greater, "value": value, "metrics": {metric: value},
@@ -31,17 +33,48 @@ def quality(task="lm", mixer="cosformer", value=7.9, *, group="lm", seed=0, metr
 
 def refused(task="lm", mixer="softmax", reason="it has no causal form", **more) -> dict:
     nothing = dict.fromkeys(
-        ("metric", "value", "metrics", "start", "curve", "steps", "tokens", "seconds", "tokens_per_second", "parameters")
+        (
+            "metric",
+            "value",
+            "metrics",
+            "start",
+            "curve",
+            "steps",
+            "tokens",
+            "seconds",
+            "tokens_per_second",
+            "parameters",
+        )
     )
     return quality(task, mixer, **{**nothing, "value": None, "status": "refused", "reason": reason, **more})
 
 
-def cost(mixer="cosformer", length=4096, ms=12.3, *, work="training", what="model", causal=True, **more) -> dict:
-    row = {"kind": "cost", "mixer": mixer, "work": work, "what": what, "causal": causal, "length": length, "ms": ms}
-    return {**row, "ms_low": 0.97 * ms, "ms_high": 1.04 * ms, "memory_mib": None, "heads": 8, "size": 64, **more}
+def cost(
+    mixer="cosformer", length=4096, ms=12.3, *, work="training", what="model", causal=True, **more
+) -> dict:
+    row = {
+        "kind": "cost",
+        "mixer": mixer,
+        "work": work,
+        "what": what,
+        "causal": causal,
+        "length": length,
+        "ms": ms,
+    }
+    return {
+        **row,
+        "ms_low": 0.97 * ms,
+        "ms_high": 1.04 * ms,
+        "memory_mib": None,
+        "heads": 8,
+        "size": 64,
+        **more,
+    }
 
 
-def trained(task, title, mixer, seed, *, group, steps, length, data, chance=None, metric="perplexity") -> dict:
+def trained(
+    task, title, mixer, seed, *, group, steps, length, data, chance=None, metric="perplexity"
+) -> dict:
     """A training with a curve: loss falls from the start towards what the mixer can reach."""
     draw = random.Random(f"{task} {mixer} {seed}")
     rate, factor = MIXERS[mixer]
@@ -51,7 +84,12 @@ def trained(task, title, mixer, seed, *, group, steps, length, data, chance=None
     curve = []
     for step in range(0, steps + 1, steps // 16):
         loss = end + (start - end) * math.exp(-4.5 * (step / steps) ** 0.6) + 0.01
-        point = {"step": step, "tokens": step * tokens, "seconds": step * tokens / rate, "loss": loss * draw.uniform(0.99, 1.01)}
+        point = {
+            "step": step,
+            "tokens": step * tokens,
+            "seconds": step * tokens / rate,
+            "loss": loss * draw.uniform(0.99, 1.01),
+        }
         if step % (steps // 8) == 0:
             point |= {"eval_loss": loss, "value": math.exp(loss) if chance is None else None}
         curve.append({k: v for k, v in point.items() if v is not None})
@@ -90,7 +128,9 @@ def decodings(mixers, contexts) -> list[dict]:
         slow = "softmax" in mixer
         for n in contexts:
             cache = 8192 * n if slow else 524_288
-            rows.append(cost(mixer, n, 1.4 + 0.00019 * n if slow else 1.9, work="decoding", cache_bytes=cache))
+            rows.append(
+                cost(mixer, n, 1.4 + 0.00019 * n if slow else 1.9, work="decoding", cache_bytes=cache)
+            )
     return rows
 
 
@@ -99,7 +139,13 @@ def exactness() -> list[dict]:
     for backend in ("native", "torch"):
         for mode in ("bidirectional", "causal", "cross", "stream"):
             for what, difference in (("output", 1.2e-7), ("gradient", 8.4e-7)):
-                row = {"kind": "exactness", "backend": backend, "dtype": "float32", "mode": mode, "what": what}
+                row = {
+                    "kind": "exactness",
+                    "backend": backend,
+                    "dtype": "float32",
+                    "mode": mode,
+                    "what": what,
+                }
                 rows.append({**row, "difference": difference, "allowed": 1e-5})
     return rows
 
@@ -115,7 +161,15 @@ def pictures(mixers, figure="trained", n=64) -> list[dict]:
             total = sum(w for w in weights if w)
             matrix.append([w and round(w / total, 5) for w in weights])
         tokens = list("def rotate(x, angle):\n    return x * cos(angle) + flip(x) * sin(angle)")[:n]
-        row = {"kind": "picture", "figure": figure, "task": "lm", "mixer": mixer, "title": mixer, "layer": 1, "head": 0}
+        row = {
+            "kind": "picture",
+            "figure": figure,
+            "task": "lm",
+            "mixer": mixer,
+            "title": mixer,
+            "layer": 1,
+            "head": 0,
+        }
         rows.append({**row, "matrix": matrix, "tokens": tokens})
     return rows
 
@@ -128,14 +182,40 @@ def demo() -> list[dict]:
         title, data = "Language model, Python standard library", "Python standard library source"
         rows.append(trained("lm", title, m, 0, group="lm", steps=400, length=1024, data=data))
         rows.append(
-            trained("listops", "ListOps", m, 0, group="lra", steps=320, length=512, data="generated", chance=0.1, metric="accuracy")
+            trained(
+                "listops",
+                "ListOps",
+                m,
+                0,
+                group="lra",
+                steps=320,
+                length=512,
+                data="generated",
+                chance=0.1,
+                metric="accuracy",
+            )
         )
         title = "Associative recall"
         rows.append(
-            trained("recall", title, m, 0, group="toy", steps=320, length=256, data="generated", chance=0.05, metric="accuracy")
+            trained(
+                "recall",
+                title,
+                m,
+                0,
+                group="toy",
+                steps=320,
+                length=256,
+                data="generated",
+                chance=0.05,
+                metric="accuracy",
+            )
         )
     return (
-        rows + costs(mixers, [256, 512, 1024, 2048, 4096]) + decodings(mixers, [512, 4096, 16384]) + exactness() + pictures(mixers)
+        rows
+        + costs(mixers, [256, 512, 1024, 2048, 4096])
+        + decodings(mixers, [512, 4096, 16384])
+        + exactness()
+        + pictures(mixers)
     )
 
 
@@ -149,14 +229,27 @@ def full() -> list[dict]:
         for m in main + study:
             rows.append(
                 trained(
-                    "lm", "WikiText-2 language model", m, seed, group="lm", steps=1600, length=1024, data="WikiText-2, BPE 8000"
+                    "lm",
+                    "WikiText-2 language model",
+                    m,
+                    seed,
+                    group="lm",
+                    steps=1600,
+                    length=1024,
+                    data="WikiText-2, BPE 8000",
                 )
             )
         for m in main:
             options = {"steps": 800, "data": "WikiText-2, BPE 8000"}
-            rows.append(trained("mlm", "Masked language model", m, seed, group="finetune", length=512, **options))
+            rows.append(
+                trained("mlm", "Masked language model", m, seed, group="finetune", length=512, **options)
+            )
             fine = {"steps": 400, "data": "SST-2", "chance": 0.5, "metric": "accuracy"}
-            rows.append(trained("classify", "SST-2 fine-tuned from mlm", m, seed, group="finetune", length=128, **fine))
+            rows.append(
+                trained(
+                    "classify", "SST-2 fine-tuned from mlm", m, seed, group="finetune", length=128, **fine
+                )
+            )
             for task, title, length, chance in (
                 ("listops", "ListOps", 1024, 0.1),
                 ("text", "Text, IMDB bytes", 2048, 0.5),
@@ -190,8 +283,14 @@ def full() -> list[dict]:
         )
     )
     lengths = [256, 512, 1024, 2048, 4096, 8192, 16384]
-    rows += costs(main, lengths) + costs(main, lengths, causal=False, what="operator") + decodings(main, [512, 2048, 8192, 32768])
-    return rows + exactness() + pictures(main) + pictures(["softmax", "cosformer-paper", "relu"], figure="paper")
+    rows += (
+        costs(main, lengths)
+        + costs(main, lengths, causal=False, what="operator")
+        + decodings(main, [512, 2048, 8192, 32768])
+    )
+    return (
+        rows + exactness() + pictures(main) + pictures(["softmax", "cosformer-paper", "relu"], figure="paper")
+    )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,9 @@ def assert_close(actual, expected, *, rounded=None, scale=None) -> None:
     if actual.dtype in TOLERANCE:
         limit = TOLERANCE[actual.dtype]
     else:
-        usable = rounded is not None and bool(torch.isfinite(rounded).all())  # in float16 the definition may overflow
+        usable = rounded is not None and bool(
+            torch.isfinite(rounded).all()
+        )  # in float16 the definition may overflow
         limit = 2 * max(error(rounded, expected, scale) if usable else 0.0, 3 * torch.finfo(actual.dtype).eps)
     assert found <= limit, f"error {found:.2e} > {limit:.2e} ({actual.dtype})"
 
@@ -36,7 +38,9 @@ def value_and_grads(function, tensors, dout=None):
     leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
     out = function(*leaves)
     used = [x for x in leaves if x is not None]
-    return out.detach(), torch.autograd.grad(out, used, torch.ones_like(out) if dout is None else dout.to(out.dtype))
+    return out.detach(), torch.autograd.grad(
+        out, used, torch.ones_like(out) if dout is None else dout.to(out.dtype)
+    )
 
 
 def sizes(q, k, v, *, eps=1e-6, **kwargs):
@@ -45,7 +49,11 @@ def sizes(q, k, v, *, eps=1e-6, **kwargs):
     A gradient is a sum of terms of both signs. With one key to attend to, or under strong decay, they cancel to nearly nothing.
     """
     s = reference.weights(q, k, **kwargs)
-    out = s @ v.abs().repeat_interleave(q.shape[1] // v.shape[1], 1) / s.sum(-1, keepdim=True).clamp_min(eps).detach()
+    out = (
+        s
+        @ v.abs().repeat_interleave(q.shape[1] // v.shape[1], 1)
+        / s.sum(-1, keepdim=True).clamp_min(eps).detach()
+    )
     out.register_hook(torch.abs)
     return out
 
@@ -62,7 +70,9 @@ def compare(ours, definition, tensors, size) -> None:
     if out.dtype not in TOLERANCE:
         rounded, rounded_grads = value_and_grads(definition(reference.attention), tensors, dout)
     assert_close(out, exact, rounded=rounded)
-    for name, g, e, r, scale in zip(("dq", "dk", "dv", "ddecay"), grads, exact_grads, rounded_grads, scales, strict=False):
+    for name, g, e, r, scale in zip(
+        ("dq", "dk", "dv", "ddecay"), grads, exact_grads, rounded_grads, scales, strict=False
+    ):
         try:
             assert_close(g.to(out.dtype), e, rounded=r, scale=scale)
         except AssertionError as wrong:

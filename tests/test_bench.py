@@ -22,14 +22,32 @@ def threads():
 
 def test_operators(tmp_path, capsys):
     out, plot = tmp_path / "deep" / "results.jsonl", tmp_path / "cost.png"
-    short = ["--lengths", "64", "128", "--heads", "2", "--sizes", "8", "--seconds", "0.1", "--decay", "--threads", "1"]
+    short = [
+        "--lengths",
+        "64",
+        "128",
+        "--heads",
+        "2",
+        "--sizes",
+        "8",
+        "--seconds",
+        "0.1",
+        "--decay",
+        "--threads",
+        "1",
+    ]
     bench.main([*short, "--out", str(out), "--plot", str(plot)])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     names = {r["operator"] for r in rows}
     assert {"softmax", "published", "cosformer torch"} <= names
-    assert all(r["ms"] > 0 and r["low_ms"] <= r["ms"] <= r["high_ms"] and r["torch"] == torch.__version__ for r in rows)
+    assert all(
+        r["ms"] > 0 and r["low_ms"] <= r["ms"] <= r["high_ms"] and r["torch"] == torch.__version__
+        for r in rows
+    )
     assert all(r["error"] < 1e-4 for r in rows if r["operator"] != "softmax" and r["work"] != "step")
-    assert all(r["memory_mib"] >= 0 for r in rows if r["work"] == "training" and r["causal"] and not r["decay"])
+    assert all(
+        r["memory_mib"] >= 0 for r in rows if r["work"] == "training" and r["causal"] and not r["decay"]
+    )
     assert {r["length"] for r in rows if r["work"] == "step"} == {100, 100_000}
     assert plot.stat().st_size > 10_000
     printed = capsys.readouterr().out
@@ -46,7 +64,19 @@ def test_a_wrong_operator_gets_no_speed(monkeypatch):
 
 def test_mixers(tmp_path):
     out = tmp_path / "results.jsonl"
-    asked = ["--mixers", "cosformer", "softmax", "bigbird", "--lengths", "64", "128", "256", "--seconds", "0.1", "--no-memory"]
+    asked = [
+        "--mixers",
+        "cosformer",
+        "softmax",
+        "bigbird",
+        "--lengths",
+        "64",
+        "128",
+        "256",
+        "--seconds",
+        "0.1",
+        "--no-memory",
+    ]
     bench.main([*asked, "--out", str(out), "--plot", str(tmp_path / "growth.png")])
     rows = [json.loads(line) for line in out.read_text().splitlines()]
     assert {(r["mixer"], r["length"]) for r in rows} == {
@@ -56,7 +86,9 @@ def test_mixers(tmp_path):
 
 def test_exponent():
     assert mixers.exponent([(n, 3.0 * n**1.5) for n in (1, 2, 4, 8, 16, 32)]) == pytest.approx(1.5)
-    assert mixers.exponent([(n, 100.0 + n**2) for n in (1, 2, 400, 800, 1600, 3200)]) == pytest.approx(2, abs=0.01)
+    assert mixers.exponent([(n, 100.0 + n**2) for n in (1, 2, 400, 800, 1600, 3200)]) == pytest.approx(
+        2, abs=0.01
+    )
     assert math.isnan(mixers.exponent([(1, 1.0)]))
 
 
@@ -71,7 +103,10 @@ def test_models(tmp_path):
 
 @pytest.mark.parametrize(
     ("asked", "match"),
-    [(["--operators", "fast"], "operator 'fast' is unknown"), (["--mixers", "fast"], "mixer 'fast' is unknown")],
+    [
+        (["--operators", "fast"], "operator 'fast' is unknown"),
+        (["--mixers", "fast"], "mixer 'fast' is unknown"),
+    ],
 )
 def test_unknown_names(asked, match):
     with pytest.raises(SystemExit, match=match):

@@ -21,7 +21,9 @@ def said(capsys, monkeypatch, *argv: str) -> str:
 
 def test_version(capsys, monkeypatch):
     assert said(capsys, monkeypatch, "--version") == f"cosformer {cosformer.__version__}\n"
-    ran = subprocess.run([sys.executable, "-m", "cosformer", "--version"], capture_output=True, text=True, check=True)
+    ran = subprocess.run(
+        [sys.executable, "-m", "cosformer", "--version"], capture_output=True, text=True, check=True
+    )
     assert ran.stdout == f"cosformer {cosformer.__version__}\n"
 
 
@@ -53,5 +55,8 @@ def test_a_missing_library_is_named_with_what_brings_it(monkeypatch):
 
     monkeypatch.setattr(cli.importlib, "import_module", missing)
     monkeypatch.setattr(sys, "argv", ["cosformer", "train"])
-    with pytest.raises(SystemExit, match=r"cosformer train: datasets is missing; in the clone: pip install '\.\[train,report\]'"):
+    with pytest.raises(
+        SystemExit,
+        match=r"cosformer train: datasets is missing; in the clone: pip install '\.\[train,report\]'",
+    ):
         cli.main()

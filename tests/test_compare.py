@@ -58,7 +58,11 @@ def test_every_cell_has_a_row_and_a_refusal_its_reason(finished):
     refused = cells.pop(("linformer", 0))
     assert refused["status"] == "refused" and "mixture of all positions" in refused["reason"]
     for row in cells.values():
-        assert row["status"] == "done" and row["metric"] == "accuracy" and row["value"] == row["metrics"]["accuracy"]
+        assert (
+            row["status"] == "done"
+            and row["metric"] == "accuracy"
+            and row["value"] == row["metrics"]["accuracy"]
+        )
         assert row["tokens"] == 4 * 4 * 16 and row["parameters"] > 50_000 and row["seconds"] > 0
         assert [p["step"] for p in row["curve"] if "value" in p] == [0, 1, 2, 3, 4]
         assert all(math.isfinite(p["loss"]) for p in row["curve"] if "loss" in p)
@@ -91,7 +95,9 @@ def test_a_second_start_repeats_nothing(finished, capsys):
 def test_mixers_are_added_to_a_comparison(finished, only_quality):
     out, rows = finished
     again = run(out, mixers=[*MIXERS, "elu"])
-    assert [(r["kind"], r.get("mixer")) for r in again if r not in rows and r["kind"] == "quality"] == [("quality", "elu")]
+    assert [(r["kind"], r.get("mixer")) for r in again if r not in rows and r["kind"] == "quality"] == [
+        ("quality", "elu")
+    ]
 
 
 class Killed(BaseException):
@@ -99,7 +105,9 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("moment", range(6))
-def test_killed_at_any_moment_it_finishes_with_the_same_losses(finished, only_quality, tmp_path, monkeypatch, moment):
+def test_killed_at_any_moment_it_finishes_with_the_same_losses(
+    finished, only_quality, tmp_path, monkeypatch, moment
+):
     want = quality(finished[1])
     steps = 0
 
@@ -120,7 +128,10 @@ def test_killed_at_any_moment_it_finishes_with_the_same_losses(finished, only_qu
     assert sorted(lines) == sorted(set(lines)) and set(lines) == {(m, 0) for m in MIXERS}
     for key, row in quality(got).items():
         assert row.get("value") == want[key].get("value")
-        losses = [[(p["step"], p.get("loss"), p.get("eval_loss")) for p in r.get("curve", [])] for r in (row, want[key])]
+        losses = [
+            [(p["step"], p.get("loss"), p.get("eval_loss")) for p in r.get("curve", [])]
+            for r in (row, want[key])
+        ]
         assert losses[0] == losses[1]
 
 
@@ -139,11 +150,15 @@ def test_seeds_are_different_runs(tmp_path, only_quality):
 
 def test_a_subject_starts_from_the_model_of_another(tmp_path, only_quality):
     said = [f"number {i} is {'odd' if i % 2 else 'even'}" for i in range(600)]
-    (tmp_path / "texts.csv").write_text("text,label\n" + "\n".join(f"{line},{i % 2}" for i, line in enumerate(said[:60])))
+    (tmp_path / "texts.csv").write_text(
+        "text,label\n" + "\n".join(f"{line},{i % 2}" for i, line in enumerate(said[:60]))
+    )
     (tmp_path / "texts.txt").write_text("\n".join(said))
     shared = {"title": "", "data": "ours", "group": "finetune", "size": "toy", "training": plan.fast(1e-3, 4)}
     shared |= {"eval_examples": 4, "test_examples": 4}
-    texts, table = ({"data": str(tmp_path / name), "length": 64, "holdout": 0.2} for name in ("texts.txt", "texts.csv"))
+    texts, table = (
+        {"data": str(tmp_path / name), "length": 64, "holdout": 0.2} for name in ("texts.txt", "texts.csv")
+    )
     first = plan.Subject(name="before", task="mlm", task_settings=texts, **shared)
     then = plan.Subject(name="after", task="classify", task_settings=table, after="before", **shared)
     rows = run(tmp_path / "out", subjects=[first, then], mixers=["cosformer"], steps=2)
@@ -169,12 +184,18 @@ def test_a_model_that_could_not_be_trained_is_not_started_from(tmp_path, monkeyp
     monkeypatch.setattr(compare, "cell", diverges)
     subjects = [dataclasses.replace(TOY, name="first"), dataclasses.replace(TOY, name="then", after="first")]
     *_, row, _ = run(tmp_path, subjects=subjects, mixers=["elu"])
-    assert (row["subject"], row["status"], row["reason"]) == ("then", "failed", "first left no model to start from")
+    assert (row["subject"], row["status"], row["reason"]) == (
+        "then",
+        "failed",
+        "first left no model to start from",
+    )
 
 
 def test_speed_counts_tokens_not_lines(tmp_path):
     """A thousand long tokens at 10 a second and ten short ones at 1,000: the median line would say what hardly any token had."""
-    lines = [{"tokens": n, "tokens_per_second": s} for n, s in ((5, 1_000.0), (1_005, 10.0), (1_010, 1_000.0))]
+    lines = [
+        {"tokens": n, "tokens_per_second": s} for n, s in ((5, 1_000.0), (1_005, 10.0), (1_010, 1_000.0))
+    ]
     (tmp_path / "metrics.jsonl").write_text(
         "\n".join(json.dumps(line) for line in [*lines, {"tokens": 1_010, "eval_loss": 1.0}]) + "\n"
     )
@@ -205,9 +226,18 @@ def test_a_machine_that_grows_slow_trains_what_has_not_begun_for_fewer_steps(
     monkeypatch.setattr(budget, "seconds_a_step", lambda *args: 0.1)
 
     def cell(subject, mixer, seed, *, steps, **rest):
-        clock[0] += slower * budget.cell_seconds(subject, 0.1, steps)  # what was reckoned with when the steps were chosen
+        clock[0] += slower * budget.cell_seconds(
+            subject, 0.1, steps
+        )  # what was reckoned with when the steps were chosen
         trained.append((subject.name, mixer, steps))
-        return {"kind": "quality", "subject": subject.name, "mixer": mixer, "seed": seed, "status": "refused", "reason": "invented"}
+        return {
+            "kind": "quality",
+            "subject": subject.name,
+            "mixer": mixer,
+            "seed": seed,
+            "status": "refused",
+            "reason": "invented",
+        }
 
     monkeypatch.setattr(compare, "cell", cell)
     subjects = [dataclasses.replace(TOY, name=name) for name in ("first", "second")]
@@ -282,7 +312,9 @@ def test_the_picture_of_the_paper_is_the_definition():
 def test_exactness_sees_a_wrong_backend(monkeypatch):
     assert all(0 <= row["difference"] <= row["allowed"] for row in exactness.rows())
     right = exactness.cosformer_attention
-    monkeypatch.setattr(exactness, "cosformer_attention", lambda *x, horizon, **o: right(*x, horizon=1.01 * horizon, **o))
+    monkeypatch.setattr(
+        exactness, "cosformer_attention", lambda *x, horizon, **o: right(*x, horizon=1.01 * horizon, **o)
+    )
     wrong = [row for row in exactness.rows() if row["mode"] != "stream"]
     assert wrong and all(row["difference"] > row["allowed"] for row in wrong)
 

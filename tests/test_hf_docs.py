@@ -25,7 +25,12 @@ def test_every_public_name_and_field_is_told():
     from cosformer import hf
 
     page = PAGE.read_text()
-    ours = {name for config in hf.MODELS for name in vars(config).get("__annotations__", {}) if name not in dir(config.__mro__[1])}
+    ours = {
+        name
+        for config in hf.MODELS
+        for name in vars(config).get("__annotations__", {})
+        if name not in dir(config.__mro__[1])
+    }
     assert {"horizon", "pooling", "encoder_layer_types"} <= ours
     names = set(hf.__all__) - {"CosformerCache"}  # new_cache() makes it
     untold = [name for name in sorted(ours | names | {"cosformer.register()"}) if name not in page]

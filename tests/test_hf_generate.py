@@ -27,7 +27,10 @@ SIZES |= {
 def tokenizer():
     vocab = {c: i + 1 for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))} | {"<pad>": 0}
     bytes_ = Tokenizer(models.BPE(vocab=vocab, merges=[]))
-    bytes_.pre_tokenizer, bytes_.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    bytes_.pre_tokenizer, bytes_.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
     return PreTrainedTokenizerFast(tokenizer_object=bytes_, pad_token="<pad>")
 
 
@@ -65,7 +68,20 @@ def test_comes_in_pieces(directory):
 def test_seed_decides_a_sample(directory, capsys):
     texts = []
     for seed in ("1", "1", "2"):
-        main(["--model", str(directory), "--prompt", "abc", "--temperature", "2", "--max-new-tokens", "20", "--seed", seed])
+        main(
+            [
+                "--model",
+                str(directory),
+                "--prompt",
+                "abc",
+                "--temperature",
+                "2",
+                "--max-new-tokens",
+                "20",
+                "--seed",
+                seed,
+            ]
+        )
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
 
@@ -106,7 +122,9 @@ def fails(capsys, *argv) -> str:
 
 def test_bad_directories_are_named(tmp_path, directory, tokenizer, capsys):
     missing = tmp_path / "nowhere"
-    assert f"--model {missing}: there is no such directory" in fails(capsys, "--model", str(missing), "--prompt", "x")
+    assert f"--model {missing}: there is no such directory" in fails(
+        capsys, "--model", str(missing), "--prompt", "x"
+    )
     assert "no config in it (config.json)" in fails(capsys, "--model", str(tmp_path), "--prompt", "x")
     (tmp_path / "config.json").write_text('{"model_type": "cosformer"}')
     assert "no weights" in fails(capsys, "--model", str(tmp_path), "--prompt", "x")
@@ -120,7 +138,9 @@ def test_bad_directories_are_named(tmp_path, directory, tokenizer, capsys):
 def test_bad_arguments_are_named(directory, capsys):
     there = ("--model", str(directory))
     assert "--prompt is empty" in fails(capsys, *there, "--prompt", "")
-    assert "--max-new-tokens is 0; it must be at least 1" in fails(capsys, *there, "--prompt", "a", "--max-new-tokens", "0")
+    assert "--max-new-tokens is 0; it must be at least 1" in fails(
+        capsys, *there, "--prompt", "a", "--max-new-tokens", "0"
+    )
     assert "--temperature is -1.0" in fails(capsys, *there, "--prompt", "a", "--temperature", "-1")
 
 

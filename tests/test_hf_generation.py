@@ -43,14 +43,26 @@ def one_thread():
 def decoder(kind: str = "gated", seed: int = 0, **fields) -> CosformerForCausalLM:
     """A toy whose text is lively: wide weights, and gates that are not at their start."""
     torch.manual_seed(seed)
-    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 64,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+    }
     sizes |= {"num_key_value_heads": 2, "max_position_embeddings": 1024, "initializer_range": 0.2}
     return lively(CosformerForCausalLM(CosformerConfig(**(sizes | KINDS[kind] | fields))))
 
 
 def seq2seq(**fields) -> CosformerForConditionalGeneration:
     torch.manual_seed(0)
-    sizes = {"vocab_size": VOCAB, "d_model": 32, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "max_position_embeddings": 256}
+    sizes = {
+        "vocab_size": VOCAB,
+        "d_model": 32,
+        "encoder_ffn_dim": 48,
+        "decoder_ffn_dim": 48,
+        "max_position_embeddings": 256,
+    }
     sizes |= {
         "encoder_layers": 2,
         "decoder_layers": 3,
@@ -145,7 +157,9 @@ def test_sometimes_right_assistant():
     torch.manual_seed(9)
     for p in assistant.parameters():
         p.data += 0.01 * torch.randn_like(p)
-    assert torch.equal(text(model, ids, max_new_tokens=80, assistant_model=assistant), text(model, ids, max_new_tokens=80))
+    assert torch.equal(
+        text(model, ids, max_new_tokens=80, assistant_model=assistant), text(model, ids, max_new_tokens=80)
+    )
 
 
 class Collect(BaseStreamer):
@@ -221,7 +235,9 @@ def test_cache_rows_follow_the_batch():
 
 def test_errors_name_the_cause():
     model = decoder(max_position_embeddings=24)
-    assert text(model, prompt(), max_new_tokens=6).shape[1] == 26  # 25 tokens were fed, the first and last 24 apart
+    assert (
+        text(model, prompt(), max_new_tokens=6).shape[1] == 26
+    )  # 25 tokens were fed, the first and last 24 apart
     with pytest.raises(ValueError, match="26 tokens reach past the horizon of 24"):
         text(model, prompt(), max_new_tokens=7)
     with pytest.raises(TypeError, match="model.new_cache.. makes; got DynamicCache"):
@@ -232,7 +248,9 @@ def test_errors_name_the_cause():
         model(prompt(), use_cache=True).past_key_values.crop(-3)
     with pytest.raises(ValueError, match="output_attentions"):
         model(prompt(), output_attentions=True)
-    with pytest.raises(ValueError, match=r"attention_mask must be a padding mask .* got shape \(1, 1, 20, 20\)"):
+    with pytest.raises(
+        ValueError, match=r"attention_mask must be a padding mask .* got shape \(1, 1, 20, 20\)"
+    ):
         model(prompt(), attention_mask=torch.ones(1, 1, 20, 20))
 
 
@@ -242,11 +260,17 @@ def test_no_limit_without_the_cosine():
 
 # The encoder-decoder.
 
-SEQ2SEQ = {"linear": {}, "hybrid": {"layer_types": MIXED, "encoder_layer_types": MIXED[:2]}, "paper": {"decay": None}}
+SEQ2SEQ = {
+    "linear": {},
+    "hybrid": {"layer_types": MIXED, "encoder_layer_types": MIXED[:2]},
+    "paper": {"decay": None},
+}
 
 
 @pytest.mark.parametrize("fields", SEQ2SEQ.values(), ids=SEQ2SEQ)
-@pytest.mark.parametrize("options", [{}, {"num_beams": 4}, {"do_sample": True, "top_k": 20}], ids=["greedy", "beams", "sampling"])
+@pytest.mark.parametrize(
+    "options", [{}, {"num_beams": 4}, {"do_sample": True, "top_k": 20}], ids=["greedy", "beams", "sampling"]
+)
 def test_seq2seq_cache_changes_nothing(fields, options):
     model, ids = seq2seq(**fields), prompt(2)
     torch.manual_seed(5)
@@ -282,4 +306,6 @@ def test_cross_attention_reads_the_source_once():
     assert len(calls) == 1
     cross = out.past_key_values.cross_attention_cache
     assert isinstance(cross, CosformerCache)
-    assert cross.nbytes == 3 * 2 * 4 * 8 * 9 * 4  # layers, rows, heads, features, values + normaliser, float32
+    assert (
+        cross.nbytes == 3 * 2 * 4 * 8 * 9 * 4
+    )  # layers, rows, heads, features, values + normaliser, float32

@@ -17,15 +17,37 @@ from cosformer import reference
 from cosformer.decay import ladder
 
 VOCAB, WIDTH, HEADS, POSITIONS, LENGTH = 50, 32, 4, 96, 11
-NARROW = {"hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": HEADS, "initializer_range": 0.3}
-TEXT = NARROW | {"vocab_size": VOCAB, "intermediate_size": 48, "max_position_embeddings": POSITIONS, "pad_token_id": 0}
-BART = {"d_model": WIDTH, "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": HEADS, "init_std": 0.3}
+NARROW = {
+    "hidden_size": WIDTH,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "initializer_range": 0.3,
+}
+TEXT = NARROW | {
+    "vocab_size": VOCAB,
+    "intermediate_size": 48,
+    "max_position_embeddings": POSITIONS,
+    "pad_token_id": 0,
+}
+BART = {
+    "d_model": WIDTH,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": HEADS,
+    "init_std": 0.3,
+}
 BART |= {"decoder_attention_heads": HEADS, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
 BART |= {"vocab_size": VOCAB, "max_position_embeddings": POSITIONS}
 
 CONFIGS = {
     "gpt2": tf.GPT2Config(
-        vocab_size=VOCAB, n_embd=WIDTH, n_layer=2, n_head=HEADS, n_positions=POSITIONS, initializer_range=0.3, attn_pdrop=0.0
+        vocab_size=VOCAB,
+        n_embd=WIDTH,
+        n_layer=2,
+        n_head=HEADS,
+        n_positions=POSITIONS,
+        initializer_range=0.3,
+        attn_pdrop=0.0,
     ),
     "llama": tf.LlamaConfig(**TEXT, num_key_value_heads=2),
     "qwen3": tf.Qwen3Config(**TEXT, num_key_value_heads=2, head_dim=8),
@@ -76,7 +98,9 @@ def inputs(name: str, batch: int = 2) -> dict:
     if name == "vit":
         return {"pixel_values": torch.randn(batch, 3, 16, 16, dtype=torch.float64)}
     ids = torch.randint(3, VOCAB, (batch, LENGTH))
-    return {"input_ids": ids} | ({"decoder_input_ids": torch.randint(3, VOCAB, (batch, 7))} if name == "bart" else {})
+    return {"input_ids": ids} | (
+        {"decoder_input_ids": torch.randint(3, VOCAB, (batch, 7))} if name == "bart" else {}
+    )
 
 
 def quadratic(module, query, key, value, attention_mask, **kwargs):
@@ -111,7 +135,9 @@ def judged(name: str, *, horizon: float, decay=None):
 def test_logits_are_the_definitions(name):
     x = inputs(name)
     horizon = 17 if name == "vit" else POSITIONS
-    torch.testing.assert_close(build(name)(**x).logits, judged(name, horizon=horizon)(**x).logits, atol=1e-9, rtol=1e-7)
+    torch.testing.assert_close(
+        build(name)(**x).logits, judged(name, horizon=horizon)(**x).logits, atol=1e-9, rtol=1e-7
+    )
 
 
 @pytest.mark.parametrize("name", ("llama", "bert", "bart"))
@@ -122,7 +148,9 @@ def test_horizon_and_decay_come_from_the_config(name):
     torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)  # rates are float32
     rates = [0.0, 0.1, 0.5, 2.0]
     got = build(name, decay=rates)(**x).logits
-    torch.testing.assert_close(got, judged(name, horizon=POSITIONS, decay=torch.tensor(rates))(**x).logits, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        got, judged(name, horizon=POSITIONS, decay=torch.tensor(rates))(**x).logits, atol=1e-6, rtol=1e-5
+    )
     assert (got - build(name)(**x).logits).abs().max() > 1e-3
 
 
@@ -183,11 +211,18 @@ def test_gradients_reach_every_parameter(name):
 @pytest.mark.parametrize("name", (*CAUSAL, "bart"))
 def test_generates_the_same_with_and_without_cache(name):
     model, x = build(name), inputs(name)
-    options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None, "forced_eos_token_id": None}
+    options = {
+        "max_new_tokens": 12,
+        "do_sample": False,
+        "pad_token_id": 0,
+        "eos_token_id": None,
+        "forced_eos_token_id": None,
+    }
     keep = torch.ones_like(x["input_ids"])
     for beams in (1, 3):
         cached, plain = (
-            model.generate(x["input_ids"], attention_mask=keep, num_beams=beams, use_cache=use, **options) for use in (True, False)
+            model.generate(x["input_ids"], attention_mask=keep, num_beams=beams, use_cache=use, **options)
+            for use in (True, False)
         )
         assert torch.equal(cached, plain)
 
@@ -206,7 +241,9 @@ def test_left_padded_generation_equals_alone(name):
 def test_config_options_are_saved(tmp_path):
     model = build("llama", horizon=40, decay="ladder")
     model.save_pretrained(tmp_path)
-    loaded = tf.AutoModelForCausalLM.from_pretrained(tmp_path, attn_implementation="cosformer", dtype=torch.float64)
+    loaded = tf.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="cosformer", dtype=torch.float64
+    )
     assert loaded.config.cosformer == {"horizon": 40, "decay": "ladder"}
     x = inputs("llama")
     torch.testing.assert_close(loaded(**x).logits, model(**x).logits, atol=1e-12, rtol=1e-12)
@@ -228,12 +265,17 @@ def test_refuses_a_sliding_window():
 @pytest.mark.parametrize("name", ("llama", "bert", "gpt2"))
 def test_refuses_a_four_dimensional_mask(name):
     mask = torch.ones(2, 1, LENGTH, LENGTH, dtype=torch.bool)
-    with pytest.raises(ValueError, match=r"attention_mask must be a padding mask \(batch, keys\) = \(2, 11\).*\(2, 1, 11, 11\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"attention_mask must be a padding mask \(batch, keys\) = \(2, 11\).*\(2, 1, 11, 11\)",
+    ):
         build(name)(**inputs(name), attention_mask=mask)
 
 
 def test_refuses_attention_sinks():
-    config = tf.GptOssConfig(**TEXT, num_local_experts=2, num_experts_per_tok=1, head_dim=8, layer_types=["full_attention"] * 2)
+    config = tf.GptOssConfig(
+        **TEXT, num_local_experts=2, num_experts_per_tok=1, head_dim=8, layer_types=["full_attention"] * 2
+    )
     with pytest.raises(ValueError, match=r"attention sinks \(s_aux\)"):
         tf.AutoModelForCausalLM.from_config(config, attn_implementation="cosformer")(**inputs("llama"))
 
@@ -268,7 +310,9 @@ def test_refuses_bad_options(options, message):
 
 def test_past_the_positions_is_an_error():
     longer, model = torch.randint(0, VOCAB, (1, POSITIONS + 2)), build("llama")
-    said = r"98 tokens reach past the horizon of 96; .* set a larger horizon: config.cosformer = {'horizon': 98}"
+    said = (
+        r"98 tokens reach past the horizon of 96; .* set a larger horizon: config.cosformer = {'horizon': 98}"
+    )
     with pytest.raises(ValueError, match=said):
         model(longer)
     cache = model(longer[:, :-1]).past_key_values

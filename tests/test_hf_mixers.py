@@ -9,7 +9,13 @@ mixers = pytest.importorskip("cosformer.mixers")
 from cosformer.hf import attach  # noqa: E402
 
 VOCAB, LENGTH = 50, 16
-TEXT = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+TEXT = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 TEXT |= {"max_position_embeddings": 64, "pad_token_id": 0, "initializer_range": 0.3}
 
 
@@ -40,7 +46,9 @@ def test_every_mixer_by_name(name, causal):
     if causal:
         changed = ids()
         changed[:, -1] = 3 + (changed[:, -1] - 2) % (VOCAB - 3)
-        torch.testing.assert_close(model(changed, **kwargs).logits[:, :-1], logits[:, :-1], atol=1e-4, rtol=1e-3)
+        torch.testing.assert_close(
+            model(changed, **kwargs).logits[:, :-1], logits[:, :-1], atol=1e-4, rtol=1e-3
+        )
 
 
 def test_softmax_as_a_mixer_is_softmax():
@@ -65,7 +73,9 @@ def test_a_mixers_parameters_are_the_models():
 
 def test_errors_name_the_cause():
     model = build(True)
-    with pytest.raises(ValueError, match=r'no mixer .performer.; attach it: cosformer.hf.attach\(model, "performer"\)'):
+    with pytest.raises(
+        ValueError, match=r'no mixer .performer.; attach it: cosformer.hf.attach\(model, "performer"\)'
+    ):
         model.set_attn_implementation("cosformer:performer")
         model(ids())
     with pytest.raises(ValueError, match="unknown mixer 'nonesuch'"):
@@ -73,4 +83,6 @@ def test_errors_name_the_cause():
     attach(model, "performer")
     with pytest.raises(ValueError, match="use_cache=False"):
         model.generate(ids(), max_new_tokens=3, pad_token_id=0, eos_token_id=None)
-    assert model.generate(ids(), max_new_tokens=3, pad_token_id=0, eos_token_id=None, use_cache=False).shape == (2, LENGTH + 3)
+    assert model.generate(
+        ids(), max_new_tokens=3, pad_token_id=0, eos_token_id=None, use_cache=False
+    ).shape == (2, LENGTH + 3)

@@ -20,7 +20,13 @@ from cosformer.hf import cache, mixing, seq2seq
 
 VOCAB, LENGTH = 61, 17
 MIXED = ["linear_attention", "full_attention"]
-NARROW = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+NARROW = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
 NARROW |= {"max_position_embeddings": 128, "initializer_range": 0.2, "pad_token_id": 0}
 BART = {
     "vocab_size": VOCAB,
@@ -30,7 +36,13 @@ BART = {
     "max_position_embeddings": 128,
     "init_std": 0.2,
 }
-BART |= {"encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4, "dropout": 0.0}
+BART |= {
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "dropout": 0.0,
+}
 DECODER = (hf.CosformerConfig, NARROW | {"num_key_value_heads": 2})
 ENCODER = (hf.CosformerEncoderConfig, NARROW | {"hidden_dropout_prob": 0.0})
 SEQ2SEQ = (hf.CosformerSeq2SeqConfig, BART)
@@ -113,7 +125,9 @@ def test_a_new_model_starts_at_the_ladder(kind):
 
 
 @headed
-@pytest.mark.parametrize("fields", [{}, {"decay": "ladder", "horizon": 40}, {"decay": None}, {"horizon": math.inf}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"decay": "ladder", "horizon": 40}, {"decay": None}, {"horizon": math.inf}], ids=str
+)
 def test_logits_are_the_definitions(kind, fields, monkeypatch):
     model = build(kind, **fields).double()
     ours = run(model, use_cache=False)
@@ -124,7 +138,9 @@ def test_logits_are_the_definitions(kind, fields, monkeypatch):
 
     monkeypatch.setattr(mixing, "cosformer_attention", quadratic)
     monkeypatch.setattr(seq2seq, "linear_attention", quadratic)
-    close = 1e-5 if fields.get("decay") == "ladder" else 1e-9  # the definition multiplies constant rates in float32
+    close = (
+        1e-5 if fields.get("decay") == "ladder" else 1e-9
+    )  # the definition multiplies constant rates in float32
     torch.testing.assert_close(run(model, use_cache=False), ours, atol=close, rtol=close)
     monkeypatch.setattr(mixing, "cosformer_attention", lambda q, k, v, **_: q * 0)
     assert (run(model, use_cache=False) - ours).abs().max() > 1e-3
@@ -133,7 +149,9 @@ def test_logits_are_the_definitions(kind, fields, monkeypatch):
 def test_horizon_is_the_configured_one(monkeypatch):
     seen = []
     spy = mixing.cosformer_attention
-    monkeypatch.setattr(mixing, "cosformer_attention", lambda *a, **k: seen.append(k["horizon"]) or spy(*a, **k))
+    monkeypatch.setattr(
+        mixing, "cosformer_attention", lambda *a, **k: seen.append(k["horizon"]) or spy(*a, **k)
+    )
     run(build(hf.CosformerForCausalLM), use_cache=False)
     run(build(hf.CosformerForCausalLM, horizon=50), use_cache=False)
     assert seen == [128, 128, 50, 50]
@@ -147,7 +165,10 @@ def test_padded_equals_alone(kind):
         if kind is hf.CosformerForCausalLM:
             keep[1, :5] = 0
             positions = (keep.cumsum(-1) - 1).clamp_min(0)
-            padded, alone = run(model, x, attention_mask=keep, position_ids=positions)[1, 5:], run(model, x[1:, 5:])[0]
+            padded, alone = (
+                run(model, x, attention_mask=keep, position_ids=positions)[1, 5:],
+                run(model, x[1:, 5:])[0],
+            )
         else:
             keep[1, 12:] = 0
             target = {"decoder_input_ids": x[1:, :9]} if model.config.is_encoder_decoder else {}
@@ -166,7 +187,9 @@ def test_packed_sequences_do_not_meet(fields):
     if not fields:
         cu = torch.tensor([0, 8, 20], dtype=torch.int32)
         torch.testing.assert_close(model(x, cu_seq_lens_q=cu, use_cache=False).logits, packed)
-    several = model(x.expand(2, -1), position_ids=positions.expand(2, -1)).logits  # the default cache gives way
+    several = model(
+        x.expand(2, -1), position_ids=positions.expand(2, -1)
+    ).logits  # the default cache gives way
     torch.testing.assert_close(several, packed.expand(2, -1, -1), atol=1e-6, rtol=1e-6)
     with pytest.raises(ValueError, match="use_cache=True with packed sequences"):
         model(x, position_ids=positions, use_cache=True)
@@ -176,7 +199,9 @@ def test_packed_sequences_do_not_meet(fields):
 def test_gradients_reach_every_parameter(kind):
     model = build(kind, layer_types=MIXED).train()
     run(model).square().mean().backward()
-    assert not [n for n, p in model.named_parameters() if (p.grad is None or not p.grad.any()) and "pooler" not in n]
+    assert not [
+        n for n, p in model.named_parameters() if (p.grad is None or not p.grad.any()) and "pooler" not in n
+    ]
 
 
 # Saving and loading.
@@ -207,7 +232,9 @@ def test_without_the_package_a_saved_model_does_not_load(tmp_path):
     assert done.returncode != 0 and "`cosformer`" in done.stderr.splitlines()[-1] + done.stderr
 
 
-@pytest.mark.parametrize("kind", [hf.CosformerForCausalLM, hf.CosformerForMaskedLM, hf.CosformerForConditionalGeneration])
+@pytest.mark.parametrize(
+    "kind", [hf.CosformerForCausalLM, hf.CosformerForMaskedLM, hf.CosformerForConditionalGeneration]
+)
 def test_tied_weights_and_resized_embeddings(kind, tmp_path):
     model = build(kind, tie_word_embeddings=True)
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
@@ -248,7 +275,9 @@ def test_gradient_checkpointing_changes_nothing(kind):
 
 
 @pytest.mark.parametrize(
-    "kind", [HEADED[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in HEADED[1:])], ids=lambda c: c.__name__
+    "kind",
+    [HEADED[0], *(pytest.param(kind, marks=pytest.mark.slow) for kind in HEADED[1:])],
+    ids=lambda c: c.__name__,
 )
 def test_compiles_without_breaks(kind):
     model = build(kind)
@@ -289,12 +318,19 @@ def test_blocks_can_be_sharded(kind, tmp_path):
     """FSDP2 over one process: each block wrapped on its own, then the whole; the gradients are the plain ones."""
     from torch.distributed.fsdp import fully_shard
 
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1
+    )
     try:
         plain, sharded = build(kind).train(), build(kind).train()
         mesh = torch.distributed.init_device_mesh("cpu", (1,))
         for module in list(sharded.modules()):
-            if type(module).__name__ in ("LlamaDecoderLayer", "BertLayer", "BartEncoderLayer", "BartDecoderLayer"):
+            if type(module).__name__ in (
+                "LlamaDecoderLayer",
+                "BertLayer",
+                "BartEncoderLayer",
+                "BartDecoderLayer",
+            ):
                 fully_shard(module, mesh=mesh)
         fully_shard(sharded, mesh=mesh)
         for model in (plain, sharded):
@@ -317,7 +353,9 @@ def test_logits_to_keep_and_loss_count():
 def test_lora_trains_the_projections():
     peft = pytest.importorskip("peft")
     model, before = build(hf.CosformerForCausalLM), run(build(hf.CosformerForCausalLM))
-    lora = peft.LoraConfig(r=2, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM")
+    lora = peft.LoraConfig(
+        r=2, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"], task_type="CAUSAL_LM"
+    )
     adapted = peft.get_peft_model(copy.deepcopy(model), lora)
     assert torch.equal(adapted(ids()).logits, before)  # B starts at zero
     adapted(ids(), labels=ids()).loss.backward()
@@ -336,8 +374,13 @@ def byte_tokenizer() -> "tf.PreTrainedTokenizerFast":
         "<unk>": 2,
     }
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[], unk_token="<unk>"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    return tf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", mask_token="<mask>", unk_token="<unk>")
+    tokenizer.pre_tokenizer, tokenizer.decoder = (
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+        decoders.ByteLevel(),
+    )
+    return tf.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", mask_token="<mask>", unk_token="<unk>"
+    )
 
 
 def test_pipelines(tmp_path):
@@ -346,12 +389,16 @@ def test_pipelines(tmp_path):
         build(kind, vocab_size=len(tokenizer)).save_pretrained(tmp_path / kind.__name__)
         tokenizer.save_pretrained(tmp_path / kind.__name__)
     generate = tf.pipeline("text-generation", str(tmp_path / "CosformerForCausalLM"), device="cpu")
-    texts = generate(["hello", "hi there"], max_new_tokens=5, do_sample=False, batch_size=2, eos_token_id=None)
+    texts = generate(
+        ["hello", "hi there"], max_new_tokens=5, do_sample=False, batch_size=2, eos_token_id=None
+    )
     alone = generate("hello", max_new_tokens=5, do_sample=False, eos_token_id=None)
     assert texts[0] == alone and alone[0]["generated_text"].startswith("hello")
     fill = tf.pipeline("fill-mask", str(tmp_path / "CosformerForMaskedLM"), device="cpu")
     assert len(fill("a<mask>c", top_k=3)) == 3
-    classify = tf.pipeline("text-classification", str(tmp_path / "CosformerForSequenceClassification"), device="cpu")
+    classify = tf.pipeline(
+        "text-classification", str(tmp_path / "CosformerForSequenceClassification"), device="cpu"
+    )
     assert classify("good")[0]["label"] in ("LABEL_0", "LABEL_1")
 
 

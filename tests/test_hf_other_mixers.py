@@ -19,11 +19,29 @@ from cosformer.hf import (
 )
 
 LENGTH = 24
-DECODER = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+DECODER = {
+    "vocab_size": 40,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
 DECODER |= {"max_position_embeddings": LENGTH, "bos_token_id": None, "eos_token_id": None, "pad_token_id": 0}
 ENCODER = {**DECODER, "hidden_dropout_prob": 0.0}
-SEQ2SEQ = {"vocab_size": 40, "d_model": 32, "encoder_layers": 1, "decoder_layers": 1, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
-SEQ2SEQ |= {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "max_position_embeddings": LENGTH, "dropout": 0.0}
+SEQ2SEQ = {
+    "vocab_size": 40,
+    "d_model": 32,
+    "encoder_layers": 1,
+    "decoder_layers": 1,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+}
+SEQ2SEQ |= {
+    "encoder_attention_heads": 2,
+    "decoder_attention_heads": 2,
+    "max_position_embeddings": LENGTH,
+    "dropout": 0.0,
+}
 KINDS = {
     "causal": (CosformerForCausalLM, CosformerConfig, DECODER),
     "masked": (CosformerForMaskedLM, CosformerEncoderConfig, ENCODER),
@@ -43,7 +61,9 @@ def ids(rows: int = 2, length: int = LENGTH) -> torch.Tensor:
 
 def admitted(name: str, kind: str) -> bool:
     mixer = mixers.build(name, heads=2, head_dim=16, max_length=LENGTH)
-    asks = {"causal": [{"causal": True}], "masked": [{}], "seq2seq": [{}, {"causal": True}, {"cross": True}]}[kind]
+    asks = {"causal": [{"causal": True}], "masked": [{}], "seq2seq": [{}, {"causal": True}, {"cross": True}]}[
+        kind
+    ]
     try:
         for ask in asks:
             mixer.refuse(**ask)
@@ -64,7 +84,9 @@ def test_every_mixer_trains_or_says_why_not_and_survives_a_save(kind, name, tmp_
     batch = {"input_ids": ids(), "labels": ids()}
     model(**batch).loss.backward()
     assert all(p.grad is None or p.grad.isfinite().all() for p in model.parameters())
-    projections = [p.grad for n, p in model.named_parameters() if ("v_proj" in n or "value" in n) and "weight" in n]
+    projections = [
+        p.grad for n, p in model.named_parameters() if ("v_proj" in n or "value" in n) and "weight" in n
+    ]
     assert projections and all(g.abs().max() > 0 for g in projections)
     model.save_pretrained(tmp_path)
     again = type(model).from_pretrained(tmp_path).eval()
@@ -80,9 +102,14 @@ def test_relu_is_cosformer_with_an_infinite_horizon():
 def test_softmax_with_rope_is_llama():
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    ours, theirs = build("causal", mixer="softmax", positions="rope"), LlamaForCausalLM(LlamaConfig(**DECODER)).eval()
+    ours, theirs = (
+        build("causal", mixer="softmax", positions="rope"),
+        LlamaForCausalLM(LlamaConfig(**DECODER)).eval(),
+    )
     theirs.load_state_dict(ours.state_dict())
-    torch.testing.assert_close(ours(input_ids=ids()).logits, theirs(input_ids=ids()).logits, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        ours(input_ids=ids()).logits, theirs(input_ids=ids()).logits, rtol=1e-4, atol=1e-5
+    )
 
 
 def test_softmax_in_the_encoder_is_bert():
@@ -100,7 +127,10 @@ def test_softmax_in_the_encoder_is_bert():
 def test_softmax_in_the_encoder_decoder_is_bart():
     from transformers import BartConfig, BartForConditionalGeneration
 
-    ours, theirs = build("seq2seq", mixer="softmax"), BartForConditionalGeneration(BartConfig(**SEQ2SEQ)).eval()
+    ours, theirs = (
+        build("seq2seq", mixer="softmax"),
+        BartForConditionalGeneration(BartConfig(**SEQ2SEQ)).eval(),
+    )
     theirs.load_state_dict(ours.state_dict())
     mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [15]])).long()
     batch = {"input_ids": ids(), "attention_mask": mask, "labels": ids(length=9)}
@@ -110,7 +140,9 @@ def test_softmax_in_the_encoder_decoder_is_bart():
 PACKED = torch.tensor([[*range(10), *range(14)], [*range(3), *range(1), *range(20)]])
 
 
-@pytest.mark.parametrize("fields", [{}, {"decay": None}, {"decay": "ladder"}, {"mixer": "softmax"}, {"mixer": "elu"}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"decay": None}, {"decay": "ladder"}, {"mixer": "softmax"}, {"mixer": "elu"}], ids=str
+)
 @pytest.mark.parametrize("positions", ["learned", None])
 @pytest.mark.parametrize("kind", ["causal", "masked"])
 def test_packed_rows_are_the_documents_alone(kind, positions, fields):
@@ -124,10 +156,14 @@ def test_packed_rows_are_the_documents_alone(kind, positions, fields):
         alone = model(input_ids=tokens[row : row + 1, at : at + stop - start]).logits[0]
         torch.testing.assert_close(packed[row, at : at + stop - start], alone, rtol=1e-4, atol=1e-5)
     if kind == "masked" or positions is None:  # and it is not what an unpacked row gives
-        assert not torch.allclose(model(input_ids=tokens).logits[0, 10:], packed[0, 10:], rtol=1e-3, atol=1e-3)
+        assert not torch.allclose(
+            model(input_ids=tokens).logits[0, 10:], packed[0, 10:], rtol=1e-3, atol=1e-3
+        )
 
 
-@pytest.mark.parametrize("fields", [{"positions": "learned"}, {"mixer": "softmax", "positions": "learned"}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{"positions": "learned"}, {"mixer": "softmax", "positions": "learned"}], ids=str
+)
 def test_learned_positions_generate_what_the_whole_text_gives(fields):
     model, prompt = build("causal", **fields), ids(length=5)
     made = model.generate(prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=8, do_sample=False)
@@ -136,20 +172,26 @@ def test_learned_positions_generate_what_the_whole_text_gives(fields):
     assert made.tolist() == prompt.tolist()
     a, b = model(input_ids=torch.full((1, 6), 7)).logits[0, [1, 5]]
     assert not torch.allclose(a, b, atol=1e-5)  # the same token six times: only its position tells
-    with pytest.raises(ValueError, match=f"position {LENGTH} has no learned vector; max_position_embeddings is {LENGTH}"):
+    with pytest.raises(
+        ValueError, match=f"position {LENGTH} has no learned vector; max_position_embeddings is {LENGTH}"
+    ):
         model(input_ids=torch.ones(1, LENGTH + 1, dtype=torch.long), use_cache=False)
 
 
 def test_another_mixer_takes_no_cache():
     model = build("causal", mixer="elu")
-    with pytest.raises(ValueError, match="mixer 'elu' keeps no cache in this model; call it with use_cache=False"):
+    with pytest.raises(
+        ValueError, match="mixer 'elu' keeps no cache in this model; call it with use_cache=False"
+    ):
         model(input_ids=ids(), use_cache=True)
 
 
 def test_mean_pooling_reads_every_kept_token_and_nothing_else():
     def pooled(pooling, tokens, mask):
         torch.manual_seed(0)
-        model = CosformerForSequenceClassification(CosformerEncoderConfig(**ENCODER, pooling=pooling, num_labels=3)).eval()
+        model = CosformerForSequenceClassification(
+            CosformerEncoderConfig(**ENCODER, pooling=pooling, num_labels=3)
+        ).eval()
         return model.bert(tokens, attention_mask=mask).pooler_output, model
 
     mask = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [15]])).long()
@@ -157,7 +199,9 @@ def test_mean_pooling_reads_every_kept_token_and_nothing_else():
     hidden = model.bert(ids(), attention_mask=mask).last_hidden_state
     want = torch.stack([hidden[0].mean(0), hidden[1, :15].mean(0)])
     torch.testing.assert_close(got, torch.tanh(model.bert.pooler.dense(want)))
-    torch.testing.assert_close(pooled("mean", ids()[1:, :15], mask[1:, :15])[0], got[1:], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        pooled("mean", ids()[1:, :15], mask[1:, :15])[0], got[1:], rtol=1e-4, atol=1e-5
+    )
     assert not torch.allclose(pooled("cls", ids(), mask)[0], got)
 
 
@@ -166,7 +210,9 @@ def test_a_normed_mean_is_the_mean_with_batch_normalisation(tmp_path):
     config = CosformerEncoderConfig(**ENCODER, pooling="normed-mean", num_labels=3)
     CosformerForMaskedLM(config).save_pretrained(tmp_path)  # it pools nothing, so it has no such norm
     model, info = CosformerForSequenceClassification.from_pretrained(tmp_path, output_loading_info=True)
-    assert {"bert.pooled_norm.weight", "bert.pooled_norm.running_mean", "classifier.weight"} <= set(info["missing_keys"])
+    assert {"bert.pooled_norm.weight", "bert.pooled_norm.running_mean", "classifier.weight"} <= set(
+        info["missing_keys"]
+    )
     norm, many = model.bert.pooled_norm, torch.cat([ids(), ids().flip(1), ids().roll(3, 1)])
     assert norm.running_mean.eq(0).all() and norm.running_var.eq(1).all() and norm.num_batches_tracked == 0
 
@@ -213,16 +259,24 @@ def test_an_encoders_text_past_its_positions_is_an_error():
         model(longer)
     with pytest.raises(ValueError, match=said.replace("input_ids", "inputs_embeds")):
         model(inputs_embeds=torch.randn(1, LENGTH + 1, 32))
-    with pytest.raises(ValueError, match="the text of position_ids has 25 tokens, but max_position_embeddings is 24"):
+    with pytest.raises(
+        ValueError, match="the text of position_ids has 25 tokens, but max_position_embeddings is 24"
+    ):
         model(ids(), position_ids=torch.arange(1, LENGTH + 1)[None])
     rows = torch.cat([torch.arange(13), torch.arange(12)])[None]
-    assert model(longer[:1], position_ids=rows).logits.shape == (1, LENGTH + 1, 40)  # packed: each text is short enough
+    assert model(longer[:1], position_ids=rows).logits.shape == (
+        1,
+        LENGTH + 1,
+        40,
+    )  # packed: each text is short enough
 
 
 def test_an_encoder_without_positions_and_cosine_has_no_limit():
     model, longer = build("masked", positions=None, horizon=math.inf), ids(length=3 * LENGTH)
     got = model(longer).logits
-    torch.testing.assert_close(got[:, :LENGTH], model(longer, token_type_ids=torch.zeros_like(longer)).logits[:, :LENGTH])
+    torch.testing.assert_close(
+        got[:, :LENGTH], model(longer, token_type_ids=torch.zeros_like(longer)).logits[:, :LENGTH]
+    )
     rows = torch.arange(3 * LENGTH)[None]
     torch.testing.assert_close(model(longer, position_ids=rows).logits, got)
     with pytest.raises(ValueError, match="25 tokens reach past the horizon of 24; use shorter texts"):
@@ -230,13 +284,17 @@ def test_an_encoder_without_positions_and_cosine_has_no_limit():
     assert build("masked", positions=None, mixer="elu")(longer).logits.shape == (2, 3 * LENGTH, 40)
 
 
-@pytest.mark.parametrize("fields", [{}, {"horizon": math.inf}, {"layer_types": ["full_attention"]}, {"mixer": "elu"}], ids=str)
+@pytest.mark.parametrize(
+    "fields", [{}, {"horizon": math.inf}, {"layer_types": ["full_attention"]}, {"mixer": "elu"}], ids=str
+)
 def test_an_encoder_decoders_text_past_its_positions_is_an_error(fields):
     model, longer = build("seq2seq", **fields), ids(length=LENGTH + 1)
     model(ids(), decoder_input_ids=ids())
     with pytest.raises(ValueError, match="input_ids has 25 tokens, but max_position_embeddings is 24"):
         model(longer, decoder_input_ids=ids())
-    with pytest.raises(ValueError, match="decoder_input_ids has 25 tokens, but max_position_embeddings is 24"):
+    with pytest.raises(
+        ValueError, match="decoder_input_ids has 25 tokens, but max_position_embeddings is 24"
+    ):
         model(ids(), decoder_input_ids=longer)
     if "mixer" not in fields:
         cache = model.new_cache()
@@ -249,7 +307,10 @@ def test_an_encoder_decoders_text_past_its_positions_is_an_error(fields):
     ("fields", "said"),
     [
         ({"mixer": "nobody"}, "mixer is 'nobody'; one of bigbird"),
-        ({"mixer": "elu", "mixer_options": {"features": 3}}, "mixer_options has 'features'; mixer 'elu' accepts none"),
+        (
+            {"mixer": "elu", "mixer_options": {"features": 3}},
+            "mixer_options has 'features'; mixer 'elu' accepts none",
+        ),
         ({"mixer": "elu", "decay": "ladder"}, "decay='ladder' are cosformer's; mixer is 'elu'"),
         ({"mixer": "elu", "horizon": 8}, "horizon=8 and"),
         ({"positions": "rope"}, 'the re-weighting of mixer "cosformer" is its position encoding'),

@@ -27,7 +27,13 @@ LAW = {
     "ops._native": set(),
     "mixers": {"ops", "ops.checks", "ops.linear"},
     "decay": set(),
-    "nn": {"decay", "mixers", "ops", "ops.checks", "ops.operator"},  # the constructor checks what the operator would refuse later
+    "nn": {
+        "decay",
+        "mixers",
+        "ops",
+        "ops.checks",
+        "ops.operator",
+    },  # the constructor checks what the operator would refuse later
     "hf": {"nn", "decay", "mixers", "ops"},
     "tasks": set(),
     "models": {"hf", "mixers", "tasks"},
@@ -75,7 +81,11 @@ def imports(source: str, module: str, is_package: bool) -> tuple[set[str], set[s
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Import):
             others |= {a.name.split(".")[0] for a in node.names if not a.name.startswith("cosformer")}
-            ours |= {a.name.removeprefix("cosformer").lstrip(".") for a in node.names if a.name.startswith("cosformer")}
+            ours |= {
+                a.name.removeprefix("cosformer").lstrip(".")
+                for a in node.names
+                if a.name.startswith("cosformer")
+            }
         elif isinstance(node, ast.ImportFrom):
             if node.level == 0 and not (node.module or "").startswith("cosformer"):
                 others.add(node.module.split(".")[0])
@@ -96,7 +106,9 @@ def broken(source: str, module: str, is_package: bool = False) -> list[str]:
     ours, others = imports(source, module, is_package)
     here = place(module)
     own = set() if here.startswith("ops") or here == "" else {here}
-    wrong = [f"{module or '__init__'} imports {x or 'cosformer'}" for x in ours if place(x) not in LAW[here] | own]
+    wrong = [
+        f"{module or '__init__'} imports {x or 'cosformer'}" for x in ours if place(x) not in LAW[here] | own
+    ]
     return wrong + [f"{module} imports {x}" for x in others if x in ONLY_IN and here not in ONLY_IN[x]]
 
 
@@ -127,7 +139,9 @@ def test_import_law_can_be_broken(module, source):
 
 def loaded_by(statement: str, *heavy: str) -> str:
     code = f"import sys\n{statement}\nprint([m for m in {list(heavy)!r} if m in sys.modules])"
-    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.strip()
 
 
 def test_import_is_light():
@@ -139,7 +153,9 @@ def test_import_is_light():
 def test_contributing_says_where_libraries_are_imported():
     page = " ".join((ROOT / "CONTRIBUTING.md").read_text().split())
     for library in ("transformers", "matplotlib", "datasets", "numpy"):
-        found = re.search(rf"{library}(?: and \w+)? (?:is |are )?(?:imported )?only in ((?:`[\w.]+`(?:, | and )?)+)", page)
+        found = re.search(
+            rf"{library}(?: and \w+)? (?:is |are )?(?:imported )?only in ((?:`[\w.]+`(?:, | and )?)+)", page
+        )
         assert found, f"CONTRIBUTING.md does not say where {library} may be imported"
         assert set(re.findall(r"`([\w.]+)`", found[1])) == ONLY_IN[library], library
 

@@ -22,7 +22,11 @@ VARIANTS = {
     "rfa": [{"gate": True}],
     "sparse": [{"stride": 5, "columns": 2}, {"pattern": "strided", "stride": 4}],
 }
-COMPANIONS = [("local", {"positions": "rope"}), ("performer", {"positions": "sine_spe"}), ("relu", {"positions": "conv_spe"})]
+COMPANIONS = [
+    ("local", {"positions": "rope"}),
+    ("performer", {"positions": "sine_spe"}),
+    ("relu", {"positions": "conv_spe"}),
+]
 CASES = [(name, options) for name in mixers.names() for options in [{}, *VARIANTS.get(name, [])]] + COMPANIONS
 # Patterns that count positions from the first row: padding on the left moves them.
 RIGHT_PADDING_ONLY = {"bigbird", "linformer", "local", "sparse"}
@@ -49,7 +53,10 @@ def build(name, options, **more):
 def qkv(length, *, keys=None, heads=HEADS, size=DIM, batch=2, dtype=torch.float64, seed=0):
     torch.manual_seed(seed)
     keys = length if keys is None else keys
-    q, k = torch.randn(batch, HEADS, length, DIM, dtype=dtype), torch.randn(batch, heads, keys, DIM, dtype=dtype)
+    q, k = (
+        torch.randn(batch, HEADS, length, DIM, dtype=dtype),
+        torch.randn(batch, heads, keys, DIM, dtype=dtype),
+    )
     return q, k, torch.randn(batch, heads, keys, size, dtype=dtype)
 
 
@@ -82,8 +89,13 @@ def test_dtype_is_kept_and_rounding_is_small(name, options, dtype):
         out = mixer(q.to(dtype), k.to(dtype), v.to(dtype), causal=causal)
         assert out.dtype == dtype
         assert out.isfinite().all()
-        if dtype == torch.float32 and name not in ("identity", "reformer"):  # a sum near zero, a hash at a boundary: no bound
-            assert_close(out.double(), call(copy.deepcopy(mixer), q, k, v, causal=causal), atol=2e-3, rtol=2e-3)
+        if dtype == torch.float32 and name not in (
+            "identity",
+            "reformer",
+        ):  # a sum near zero, a hash at a boundary: no bound
+            assert_close(
+                out.double(), call(copy.deepcopy(mixer), q, k, v, causal=causal), atol=2e-3, rtol=2e-3
+            )
 
 
 @every
@@ -191,7 +203,10 @@ def test_save_and_load(name, options):
     saved = build(name, options)
     if "seed" in mixers.options(name):
         other = build(name, options, seed=7)
-        assert not all(torch.equal(a, b) for a, b in zip(saved.state_dict().values(), other.state_dict().values(), strict=True))
+        assert not all(
+            torch.equal(a, b)
+            for a, b in zip(saved.state_dict().values(), other.state_dict().values(), strict=True)
+        )
     else:
         torch.manual_seed(2)
         other = mixers.build(name, heads=HEADS, head_dim=DIM, max_length=MAX, **options)
@@ -231,7 +246,9 @@ def test_streamed_equals_whole(name, options, cuts):
             for n in cuts:
                 piece = slice(start, start + n)
                 kept = None if key_mask is None else key_mask[:, piece]
-                out, state = mixer.stream(q[:, :, piece], k[:, :, piece], v[:, :, piece], state, key_mask=kept)
+                out, state = mixer.stream(
+                    q[:, :, piece], k[:, :, piece], v[:, :, piece], state, key_mask=kept
+                )
                 outs.append(out)
                 start += n
                 assert state.position == start
@@ -279,7 +296,10 @@ def test_cross_attention_adds_up(name, options, length, keys):
         assert out.shape == (2, HEADS, length, DIM)
         assert_close(out[:, :, :1], call(mixer, q[:, :, :1], k, v, causal=causal))
         mask = torch.arange(keys).expand(2, -1) < 5
-        assert_close(call(mixer, q, k, v, causal=causal, key_mask=mask), call(mixer, q, k[:, :, :5], v[:, :, :5], causal=causal))
+        assert_close(
+            call(mixer, q, k, v, causal=causal, key_mask=mask),
+            call(mixer, q, k[:, :, :5], v[:, :, :5], causal=causal),
+        )
 
 
 @every
@@ -333,5 +353,7 @@ def test_bad_options_are_named(name, options):
 
 
 def test_a_name_belongs_to_one_class():
-    with pytest.raises(ValueError, match=r"mixer 'softmax' is already registered by cosformer.mixers.softmax.Softmax"):
+    with pytest.raises(
+        ValueError, match=r"mixer 'softmax' is already registered by cosformer.mixers.softmax.Softmax"
+    ):
         mixers.register("softmax")(type("Other", (mixers.Mixer,), {}))

@@ -68,7 +68,9 @@ def test_another_sequence_of_the_same_length_is_refused_where_it_must_be():
 
 
 def test_options_reach_the_mixer_and_bad_ones_are_named():
-    attention = MixerAttention(16, 4, mixer="performer", options={"features": 5}, positions="rope", max_length=8)
+    attention = MixerAttention(
+        16, 4, mixer="performer", options={"features": 5}, positions="rope", max_length=8
+    )
     assert attention.mixer.projection.shape == (5, 4)
     assert "mixer='performer'" in repr(attention)
     with pytest.raises(ValueError, match="'performer' has no option 'feature'"):
@@ -87,7 +89,9 @@ def test_a_picture_is_drawn_of_the_matrices_themselves(tmp_path, monkeypatch, ca
     drawn = {}
     real = report.matrices
     monkeypatch.setattr(report, "matrices", lambda panels, path: drawn.update(panels) or real(panels, path))
-    path = picture.draw(["softmax", "cosformer", "relu"], tmp_path / "attention.png", length=12, head_dim=8, causal=causal)
+    path = picture.draw(
+        ["softmax", "cosformer", "relu"], tmp_path / "attention.png", length=12, head_dim=8, causal=causal
+    )
     assert path.read_bytes().startswith(b"\x89PNG")
     assert list(drawn) == ["softmax", "cosFormer", "cosFormer, no re-weighting", "cosine of the distance"]
     q, k = picture.example(12, 8)

@@ -118,7 +118,10 @@ def errors(name, target, features, draws, **options):
     wanted = target(q, k) @ v
     wanted = wanted / target(q, k).sum(-1, keepdim=True)
     return [
-        sum((build(name, features=n, seed=s, **options)(q, k, v) - wanted).norm().item() for s in range(draws)) / draws
+        sum(
+            (build(name, features=n, seed=s, **options)(q, k, v) - wanted).norm().item() for s in range(draws)
+        )
+        / draws
         for n in features
     ]
 
@@ -164,7 +167,9 @@ def test_orthogonal_features_beat_independent_ones_and_point_everywhere():
 
     torch.manual_seed(0)
     w = orthogonal(8, 8).double()
-    assert_close((F.normalize(w, dim=-1) @ F.normalize(w, dim=-1).mT), torch.eye(8).double(), rtol=0, atol=1e-6)
+    assert_close(
+        (F.normalize(w, dim=-1) @ F.normalize(w, dim=-1).mT), torch.eye(8).double(), rtol=0, atol=1e-6
+    )
     many = torch.cat([orthogonal(8, 8) for _ in range(2000)])
     assert many.mean(0).abs().max() < 4 / math.sqrt(len(many))  # no preferred direction, which a bare QR has
     assert (many.square().mean() - 1).abs() < 0.02
@@ -238,7 +243,10 @@ def test_nystrom_is_its_definition_and_its_convolution():
 def test_local_is_masked_softmax(causal, length, window, leading):
     (q, k, v), (i, j) = qkv(length), grid(length)
     allowed = (((i - j).abs() <= window) | (i < leading) | (j < leading)) & past(length, causal)
-    assert_close(build("local", window=window, globals=leading)(q, k, v, causal=causal), masked_softmax(q, k, v, allowed))
+    assert_close(
+        build("local", window=window, globals=leading)(q, k, v, causal=causal),
+        masked_softmax(q, k, v, allowed),
+    )
 
 
 def sparse_pattern(pattern, length, stride, columns):
@@ -251,7 +259,9 @@ def sparse_pattern(pattern, length, stride, columns):
 
 @both
 @pytest.mark.parametrize("length", [1, 12, 37])
-@pytest.mark.parametrize(("pattern", "stride", "columns"), [("strided", 5, 0), ("fixed", 5, 2), ("fixed", 8, 8), ("strided", 1, 0)])
+@pytest.mark.parametrize(
+    ("pattern", "stride", "columns"), [("strided", 5, 0), ("fixed", 5, 2), ("fixed", 8, 8), ("strided", 1, 0)]
+)
 def test_sparse_is_masked_softmax_over_the_papers_sets(causal, length, pattern, stride, columns):
     q, k, v = qkv(length)
     mixer = build("sparse", pattern=pattern, stride=stride, columns=columns)
@@ -272,7 +282,9 @@ def bigbird_blocks(mixer, blocks):
 
 
 @pytest.mark.parametrize("length", [4, 29, 60])
-@pytest.mark.parametrize("options", [{"global_blocks": ()}, {"global_blocks": (0, 0)}, {"random": 2}, {"window": 5, "random": 0}])
+@pytest.mark.parametrize(
+    "options", [{"global_blocks": ()}, {"global_blocks": (0, 0)}, {"random": 2}, {"window": 5, "random": 0}]
+)
 def test_bigbird_is_masked_softmax_over_its_blocks(length, options):
     mixer, (q, k, v) = build("bigbird", block=4, **options), qkv(length)
     table = bigbird_blocks(mixer, -(-length // 4))
@@ -289,7 +301,9 @@ def test_bigbird_draws_the_blocks_it_says():
         assert table[:, (window | leading)].all()
         drawn = table & ~(window | leading)
         inner = slice(1, n - 1)
-        assert (drawn[:, inner].sum(-1) == 3).all()  # three others, all different, for all but the global blocks
+        assert (
+            drawn[:, inner].sum(-1) == 3
+        ).all()  # three others, all different, for all but the global blocks
     counts = sum(bigbird_blocks(build("bigbird", block=4, seed=s), n)[:, 8] for s in range(300)).sum(0)
     free = counts[[c for c in range(n) if c not in (0, 7, 8, 9, n - 1)]].double()
     assert (free / free.mean() - 1).abs().max() < 0.3  # uniform over what is left
@@ -318,7 +332,9 @@ def test_reformer_with_one_bucket_is_shared_softmax(causal, rounds):
     q, k, v = qkv(37)
     mixer = build("reformer", buckets=1, chunk=40, rounds=rounds)
     assert_close(mixer(q, k, v, causal=causal), shared_softmax(q, v, past(37, causal)))
-    assert_close(mixer(q, torch.randn_like(k), v, causal=causal), mixer(q, k, v, causal=causal))  # k is not read
+    assert_close(
+        mixer(q, torch.randn_like(k), v, causal=causal), mixer(q, k, v, causal=causal)
+    )  # k is not read
 
 
 def reformer_pairs(mixer, q):
@@ -330,7 +346,9 @@ def reformer_pairs(mixer, q):
 
 
 @both
-@pytest.mark.parametrize("options", [{"buckets": 4, "chunk": 5, "rounds": 3}, {"buckets": 8, "chunk": 3, "rounds": 1}])
+@pytest.mark.parametrize(
+    "options", [{"buckets": 4, "chunk": 5, "rounds": 3}, {"buckets": 8, "chunk": 3, "rounds": 1}]
+)
 def test_reformer_is_one_softmax_over_all_it_meets(causal, options):
     mixer, (q, k, v) = build("reformer", **options), qkv(37)
     allowed = reformer_pairs(mixer, q) & past(37, causal)
@@ -340,7 +358,9 @@ def test_reformer_is_one_softmax_over_all_it_meets(causal, options):
 def test_rounds_raise_recall():
     torch.manual_seed(0)
     q = torch.randn(1, HEADS, 256, DIM).double()
-    full = (q @ F.normalize(q, dim=-1).mT).masked_fill(torch.eye(256, dtype=torch.bool), -math.inf).softmax(-1)
+    full = (
+        (q @ F.normalize(q, dim=-1).mT).masked_fill(torch.eye(256, dtype=torch.bool), -math.inf).softmax(-1)
+    )
     recall = []
     for rounds in (1, 2, 4, 8):
         mixer = build("reformer", max_length=256, rounds=rounds, buckets=16, chunk=32)
@@ -417,7 +437,10 @@ def test_spe_has_its_template_in_the_mean(name):
 
 def test_spe_gives_a_linear_mixer_positions():
     q, k, v = qkv(12)
-    q, k = q[:, :, :1].expand_as(q), k[:, :, :1].expand_as(k)  # equal tokens: without positions all queries get the same
+    q, k = (
+        q[:, :, :1].expand_as(q),
+        k[:, :, :1].expand_as(k),
+    )  # equal tokens: without positions all queries get the same
     assert build("relu")(q, k, v).std(2).max() < 1e-12
     for positions in ("sine_spe", "conv_spe"):
         assert build("relu", positions=positions)(q, k, v).std(2).min() > 1e-3
@@ -435,7 +458,9 @@ class Largest(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(x, torch.Tensor):
-                self.elements = max(self.elements, x.numel() if not x.is_floating_point() or 0 not in x.stride() else 0)
+                self.elements = max(
+                    self.elements, x.numel() if not x.is_floating_point() or 0 not in x.stride() else 0
+                )
         return out
 
 

@@ -24,7 +24,9 @@ def test_the_document_adds_mechanisms_that_keep_the_contract(tmp_path):
 
     def run(*arguments):
         environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
-        done = subprocess.run([sys.executable, *arguments], env=environment, cwd=tmp_path, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, *arguments], env=environment, cwd=tmp_path, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout
 

@@ -38,7 +38,9 @@ def test_nystrom_is_nystromformer():
     theirs = NystromformerSelfAttention(config).eval()
     ours = mixers.build("nystrom", heads=1, head_dim=DIM, max_length=24, landmarks=4, conv=5)
     ours.conv.load_state_dict(theirs.conv.state_dict())
-    for row in inputs(24, DIM).split(1):  # one matrix a call: theirs starts its inverse from the largest of all of them
+    for row in inputs(24, DIM).split(
+        1
+    ):  # one matrix a call: theirs starts its inverse from the largest of all of them
         q, k, v = (split(projection(row), 1) for projection in (theirs.query, theirs.key, theirs.value))
         assert_close(join(ours(q, k, v)), theirs(row)[0], rtol=1e-4, atol=1e-5)
 
@@ -47,8 +49,14 @@ def test_nystrom_is_nystromformer():
 def test_local_is_longformer(leading):
     from transformers.models.longformer.modeling_longformer import LongformerSelfAttention
 
-    theirs = LongformerSelfAttention(transformers.LongformerConfig(**SIZES, attention_window=[8]), layer_id=0).eval()
-    for name in ("query", "key", "value"):  # their global tokens have projections of their own; a mixer has none
+    theirs = LongformerSelfAttention(
+        transformers.LongformerConfig(**SIZES, attention_window=[8]), layer_id=0
+    ).eval()
+    for name in (
+        "query",
+        "key",
+        "value",
+    ):  # their global tokens have projections of their own; a mixer has none
         getattr(theirs, f"{name}_global").load_state_dict(getattr(theirs, name).state_dict())
     x = inputs(32)
     is_global = (torch.arange(32) < leading).expand(2, -1)
@@ -68,14 +76,28 @@ def test_bigbird_is_bigbird(padding, monkeypatch):
     from transformers.models.big_bird.modeling_big_bird import BigBirdBlockSparseAttention, BigBirdModel
 
     block, n = 4, 10
-    theirs = BigBirdBlockSparseAttention(transformers.BigBirdConfig(**SIZES, block_size=block, num_random_blocks=2)).eval()
-    ours = mixers.build("bigbird", heads=HEADS, head_dim=DIM, max_length=block * n, block=block, random=2, global_blocks=(0, -1))
+    theirs = BigBirdBlockSparseAttention(
+        transformers.BigBirdConfig(**SIZES, block_size=block, num_random_blocks=2)
+    ).eval()
+    ours = mixers.build(
+        "bigbird",
+        heads=HEADS,
+        head_dim=DIM,
+        max_length=block * n,
+        block=block,
+        random=2,
+        global_blocks=(0, -1),
+    )
     kept = torch.arange(block * n).expand(2, -1) < block * n - padding
-    if padding:  # theirs takes the last block of the padded length as global, ours that of the row's own tokens
+    if (
+        padding
+    ):  # theirs takes the last block of the padded length as global, ours that of the row's own tokens
         ours.global_blocks = (0, n - 1)
     _, seen = ours.pattern(kept.unflatten(1, (n, block)))
     drawn = seen[0, :, 1:-1, -2:]  # their random blocks are those we drew
-    monkeypatch.setattr(theirs, "_bigbird_block_rand_mask_with_head", lambda **_: list(drawn.clamp_min(0).numpy()))
+    monkeypatch.setattr(
+        theirs, "_bigbird_block_rand_mask_with_head", lambda **_: list(drawn.clamp_min(0).numpy())
+    )
     blocked, band, from_mask, to_mask = BigBirdModel.create_masks_for_block_sparse_attn(kept.float(), block)
     x = inputs(block * n)
     out = theirs(
@@ -96,7 +118,9 @@ def test_bigbird_is_bigbird(padding, monkeypatch):
 def test_reformer_with_one_bucket_is_reformer_in_one_chunk(causal):
     from transformers.models.reformer.modeling_reformer import LSHSelfAttention
 
-    config = transformers.ReformerConfig(**SIZES, attention_head_size=DIM, lsh_attn_chunk_length=32, is_decoder=causal)
+    config = transformers.ReformerConfig(
+        **SIZES, attention_head_size=DIM, lsh_attn_chunk_length=32, is_decoder=causal
+    )
     theirs = LSHSelfAttention(config, layer_idx=0).eval()
     x = inputs(24)
     qk, v = split(theirs.query_key(x)), split(theirs.value(x))

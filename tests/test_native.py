@@ -45,7 +45,9 @@ def test_concurrent_calls(threads):
     alone = [cosformer_attention(*t, causal=True, backend="native") for t in tensors]
     with ThreadPoolExecutor(8) as pool:
         for _ in range(5):
-            together = list(pool.map(lambda t: cosformer_attention(*t, causal=True, backend="native"), tensors))
+            together = list(
+                pool.map(lambda t: cosformer_attention(*t, causal=True, backend="native"), tensors)
+            )
             for a, b in zip(together, alone, strict=True):
                 assert torch.equal(a, b)
 
@@ -93,7 +95,9 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
 @pytest.mark.parametrize("isa", _native.available())
 def test_every_instruction_set(isa):
     code = SUITE.format(tests=str(Path(__file__).parent), isa=isa)
-    run = subprocess.run([sys.executable, "-c", code], env={**os.environ, "COSFORMER_ISA": isa}, capture_output=True, text=True)
+    run = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "COSFORMER_ISA": isa}, capture_output=True, text=True
+    )
     assert run.returncode == 0, run.stderr
 
 
@@ -109,7 +113,9 @@ def test_without_a_library(monkeypatch, caplog, tmp_path):
     q, k, v = inputs(L=9, S=9)
     for _ in range(2):
         assert cosformer_attention(q, k, v).shape == (2, 4, 9, 5)
-    assert [r.message for r in caplog.records if "native CPU kernel cannot be used" in r.message] == [caplog.messages[0]]
+    assert [r.message for r in caplog.records if "native CPU kernel cannot be used" in r.message] == [
+        caplog.messages[0]
+    ]
     with pytest.raises(ValueError, match="backend 'native' cannot run this call: it was not built"):
         cosformer_attention(q, k, v, backend="native")
 
@@ -125,7 +131,10 @@ def test_what_it_does_not_run(match, change):
     q, k, v = inputs(L=9, S=9, D=6, E=6)
     with pytest.raises(ValueError, match=match):
         cosformer_attention(*map(change, (q, k, v)), backend="native")
-    assert_close(cosformer_attention(*map(change, (q, k, v))), cosformer_attention(*map(change, (q, k, v)), backend="torch"))
+    assert_close(
+        cosformer_attention(*map(change, (q, k, v))),
+        cosformer_attention(*map(change, (q, k, v)), backend="torch"),
+    )
 
 
 def test_is_the_default():
@@ -140,7 +149,9 @@ def test_openmp_runtime_is_shared():
         pytest.skip("no /proc here")
     cosformer_attention(*inputs(L=9, S=9), backend="native")
     runtimes = {
-        line.split()[-1] for line in maps.read_text().splitlines() if "libgomp" in line or "libomp" in line or "libiomp" in line
+        line.split()[-1]
+        for line in maps.read_text().splitlines()
+        if "libgomp" in line or "libomp" in line or "libiomp" in line
     }
     assert len(runtimes) == 1, runtimes
 

@@ -25,12 +25,16 @@ def by_hand(module, query, key, value, *, horizon, **kwargs):
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize("causal", [False, True])
 def test_equals_the_definition(kv_heads, causal):
-    module = CosformerAttention(32, 4, num_kv_heads=kv_heads, horizon=50, decay=[0.1, 0.2, 0.3, 0.0], batch_first=True).double()
+    module = CosformerAttention(
+        32, 4, num_kv_heads=kv_heads, horizon=50, decay=[0.1, 0.2, 0.3, 0.0], batch_first=True
+    ).double()
     x = torch.randn(2, 20, 32, dtype=torch.float64)
     out, weights = module(x, x, x, is_causal=causal)
     decay = torch.tensor([0.1, 0.2, 0.3, 0.0], dtype=torch.float32).double()
     assert weights is None
-    torch.testing.assert_close(out, by_hand(module, x, x, x, horizon=50, causal=causal, decay=decay), rtol=1e-6, atol=1e-7)
+    torch.testing.assert_close(
+        out, by_hand(module, x, x, x, horizon=50, causal=causal, decay=decay), rtol=1e-6, atol=1e-7
+    )
 
 
 def test_cross_attention_with_other_sizes():
@@ -98,7 +102,10 @@ def test_loads_the_official_file():
     ours.load_state_dict(official)
     x = torch.randn(11, 2, 32)
     torch.testing.assert_close(
-        ours(x, x, x)[0], by_hand(ours, *(x.transpose(0, 1),) * 3, horizon=11).transpose(0, 1), rtol=1e-4, atol=1e-4
+        ours(x, x, x)[0],
+        by_hand(ours, *(x.transpose(0, 1),) * 3, horizon=11).transpose(0, 1),
+        rtol=1e-4,
+        atol=1e-4,
     )
 
 
@@ -114,7 +121,9 @@ def test_state_dict_round_trip():
 @pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("norm_first", [True, False])
 def test_inside_stock_encoder_layer(training, norm_first):
-    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=norm_first).train(training)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, dropout=0.0, batch_first=True, norm_first=norm_first).train(
+        training
+    )
     layer.self_attn = CosformerAttention(32, 4, horizon=50, batch_first=True)
     x = torch.randn(2, 20, 32)
     ignore = torch.zeros(2, 20, dtype=torch.bool)
@@ -151,7 +160,9 @@ def test_compiles():
     torch._dynamo.reset()
     module = CosformerAttention(32, 4, horizon=50, batch_first=True)
     x = torch.randn(2, 20, 32)
-    assert_close(torch.compile(module, fullgraph=True)(x, x, x, is_causal=True)[0], module(x, x, x, is_causal=True)[0])
+    assert_close(
+        torch.compile(module, fullgraph=True)(x, x, x, is_causal=True)[0], module(x, x, x, is_causal=True)[0]
+    )
 
 
 @pytest.mark.parametrize(
@@ -161,7 +172,10 @@ def test_compiles():
         ("num_heads must be a multiple of num_kv_heads; got 4 and 3", {"num_kv_heads": 3}),
         ("dropout is 0.1: attention weights are never formed", {"dropout": 0.1}),
         ("add_bias_kv and add_zero_attn are not supported", {"add_bias_kv": True}),
-        (r"decay must be one rate, or one per head \(4\), finite and 0 or more; got \[0.1\]", {"decay": [0.1]}),
+        (
+            r"decay must be one rate, or one per head \(4\), finite and 0 or more; got \[0.1\]",
+            {"decay": [0.1]},
+        ),
         (r"decay must be one rate, .* got \[0.5, 0.5, 0.5\]", {"decay": torch.full((3,), 0.5)}),
         ("decay must be one rate, .* got nan", {"decay": float("nan")}),
         ("decay must be above 0 if it is learned, .* got 0", {"decay": 0, "learn_decay": True}),
@@ -182,7 +196,10 @@ def test_constructor_errors(match, change):
 @pytest.mark.parametrize(
     ("match", "change"),
     [
-        (r"decay must be one rate, .* got a torch.float32 tensor of shape \(2, 4, 9\)", {"decay": torch.rand(2, 4, 9)}),
+        (
+            r"decay must be one rate, .* got a torch.float32 tensor of shape \(2, 4, 9\)",
+            {"decay": torch.rand(2, 4, 9)},
+        ),
         ("decay must be one rate, .* got bool True", {"decay": True}),
         ("horizon must be a number, or one per head; got str 'long'", {"horizon": "long"}),
     ],
@@ -196,7 +213,11 @@ def test_constructor_type_errors(match, change):
 def test_rates_and_horizons_in_any_form(learn):
     x = torch.randn(9, 2, 32)
     made = CosformerAttention(32, 4, horizon=50, decay=0.25, learn_decay=learn)
-    forms = [([0.25] * 4, [50] * 4), (torch.full((4,), 0.25), torch.tensor(50)), (torch.tensor(0.25), torch.full((4,), 50))]
+    forms = [
+        ([0.25] * 4, [50] * 4),
+        (torch.full((4,), 0.25), torch.tensor(50)),
+        (torch.tensor(0.25), torch.full((4,), 50)),
+    ]
     for decay, horizon in forms:
         other = CosformerAttention(32, 4, horizon=horizon, decay=decay, learn_decay=learn)
         other.load_state_dict(made.state_dict())
@@ -228,7 +249,9 @@ def test_a_mask_beside_is_causal_is_not_ignored():
     hides_a_key[:, 0] = True
     with pytest.raises(ValueError, match="neither causal nor all-visible"):
         module(x, x, x, is_causal=True, attn_mask=hides_a_key)
-    with pytest.raises(ValueError, match=r"key_padding_mask must have shape \(batch, keys\) = \(2, 6\); got \(2, 5\)"):
+    with pytest.raises(
+        ValueError, match=r"key_padding_mask must have shape \(batch, keys\) = \(2, 6\); got \(2, 5\)"
+    ):
         module(x, x, x, key_padding_mask=torch.zeros(2, 5, dtype=torch.bool))
 
 
@@ -250,7 +273,11 @@ def gated(**options):
 
 
 def projected(module, x):
-    parts = ((module.q_proj, module.num_heads), (module.k_proj, module.num_kv_heads), (module.v_proj, module.num_kv_heads))
+    parts = (
+        (module.q_proj, module.num_heads),
+        (module.k_proj, module.num_kv_heads),
+        (module.v_proj, module.num_kv_heads),
+    )
     return [p(x).unflatten(-1, (n, -1)).transpose(1, 2) for p, n in parts]
 
 
@@ -269,7 +296,9 @@ def test_gated_rates_are_those_of_the_operator(causal, kv_heads):
     v = projected(module, x)[2].repeat_interleave(4 // kv_heads, 1)
     assert_close(module.out_proj((weights @ v).transpose(1, 2).flatten(2)), expected)
     for g, e in zip(
-        torch.autograd.grad(out.square().sum(), leaves), torch.autograd.grad(expected.square().sum(), leaves), strict=True
+        torch.autograd.grad(out.square().sum(), leaves),
+        torch.autograd.grad(expected.square().sum(), leaves),
+        strict=True,
     ):
         assert_close(g, e)
     assert torch.autograd.grad(module(x, x, x)[0].square().sum(), module.gate.weight)[0].abs().max() > 0
@@ -283,7 +312,9 @@ def test_gated_streams():
     assert_close(torch.cat(outs, 1), module(x, x, x, is_causal=True)[0])
 
 
-@pytest.mark.parametrize(("horizon", "span"), [(50, 50), ([20.5, 30, 40.5, float("inf")], 41), (float("inf"), 4096), (None, 4096)])
+@pytest.mark.parametrize(
+    ("horizon", "span"), [(50, 50), ([20.5, 30, 40.5, float("inf")], 41), (float("inf"), 4096), (None, 4096)]
+)
 def test_a_gate_starts_as_the_ladder(horizon, span):
     module = CosformerAttention(32, 4, decay="gated", horizon=horizon)
     plain = CosformerAttention(32, 4, decay=ladder(4, span), horizon=horizon)
@@ -308,7 +339,9 @@ def test_gated_layouts_and_padding(sequence_first):
 
 def test_a_gate_refuses_cross_attention():
     module, x = gated(), torch.randn(2, 20, 32)
-    with pytest.raises(ValueError, match='decay="gated" reads .* the same tensor as query and key; .* decay=None'):
+    with pytest.raises(
+        ValueError, match='decay="gated" reads .* the same tensor as query and key; .* decay=None'
+    ):
         module(x, torch.randn(2, 20, 32), torch.randn(2, 20, 32))
 
 
@@ -321,7 +354,9 @@ def test_rates_keep_their_start_under_the_weights_of_multihead_attention(made, s
     layer.load_state_dict(theirs.state_dict())
     assert rates and all(torch.equal(p, layer.get_parameter(n)) for n, p in rates.items())
     own = layer.state_dict()
-    assert set(own) == {f"attention.{p}_proj.{n}" for p in ("q", "k", "v", "out") for n in ("weight", "bias")} | set(rates)
+    assert set(own) == {
+        f"attention.{p}_proj.{n}" for p in ("q", "k", "v", "out") for n in ("weight", "bias")
+    } | set(rates)
     layer.load_state_dict(own)
     own.pop(next(iter(rates)))
     with pytest.raises(RuntimeError, match="Missing key"):

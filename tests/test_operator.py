@@ -12,7 +12,11 @@ from cosformer import cosformer_attention, cosformer_stream
 
 
 def inputs(B=2, H=4, Hk=2, L=37, S=37, D=6, E=5, dtype=torch.float32):
-    return torch.randn(B, H, L, D).to(dtype), torch.randn(B, Hk, S, D).to(dtype), torch.randn(B, Hk, S, E).to(dtype)
+    return (
+        torch.randn(B, H, L, D).to(dtype),
+        torch.randn(B, Hk, S, D).to(dtype),
+        torch.randn(B, Hk, S, E).to(dtype),
+    )
 
 
 def on(backend):
@@ -28,7 +32,16 @@ def rates(kind, B, H, S):
     return None
 
 
-LENGTHS = [(1, 1, 0), (65, 65, 0), (300, 300, 0), (20, 150, 0), (150, 20, 0), (40, 200, 60), (260, 200, 150), (9, 20, 40)]
+LENGTHS = [
+    (1, 1, 0),
+    (65, 65, 0),
+    (300, 300, 0),
+    (20, 150, 0),
+    (150, 20, 0),
+    (40, 200, 60),
+    (260, 200, 150),
+    (9, 20, 40),
+]
 
 
 @pytest.mark.parametrize("decay", [None, "head", "position"])
@@ -43,7 +56,17 @@ def test_definition(backend, dtype, L, S, q_offset, causal, masked, decay):
     if masked and S > 1:
         mask[0, :2], mask[1, -2:] = False, False
     lam = rates(decay, 2, 4, S)
-    judge(on(backend), q, k, v, causal=causal, key_mask=mask, q_offset=q_offset, decay=lam, horizon=[450, 500, 550.5, 1000])
+    judge(
+        on(backend),
+        q,
+        k,
+        v,
+        causal=causal,
+        key_mask=mask,
+        q_offset=q_offset,
+        decay=lam,
+        horizon=[450, 500, 550.5, 1000],
+    )
 
 
 @pytest.mark.parametrize("horizon", [400.0, 200.0, math.inf, [200, 250.5, math.inf, 1e9]])
@@ -88,8 +111,12 @@ def test_rates_as_numbers(backend):
     for numbers, same in ((0.25, [0.25] * 4), ((0.5, 0.25, 1, 0), [0.5, 0.25, 1, 0])):
         expected = on(backend)(q, k, v, causal=True, horizon=40, decay=torch.tensor(same))
         assert torch.equal(on(backend)(q, k, v, causal=True, horizon=40, decay=numbers), expected)
-        start = cosformer_stream(q[:, :, :9], k[:, :, :9], v[:, :, :9], horizon=40, decay=numbers, backend=backend)[1].snapshot()
-        out, state = cosformer_stream(q[:, :, 9:], k[:, :, 9:], v[:, :, 9:], start, horizon=40, decay=numbers, backend=backend)
+        start = cosformer_stream(
+            q[:, :, :9], k[:, :, :9], v[:, :, :9], horizon=40, decay=numbers, backend=backend
+        )[1].snapshot()
+        out, state = cosformer_stream(
+            q[:, :, 9:], k[:, :, 9:], v[:, :, 9:], start, horizon=40, decay=numbers, backend=backend
+        )
         assert_close(out, expected[:, :, 9:])
         assert_close(state.rollback(21).tensor, start.tensor)
 
@@ -106,7 +133,9 @@ def test_prefix_of_output_is_output_of_prefix(backend):
     q, k, v = inputs(L=200, S=200)
     whole = on(backend)(q, k, v, causal=True, horizon=300)
     for n in (1, 31, 128, 150):
-        assert_close(on(backend)(q[:, :, :n], k[:, :, :n], v[:, :, :n], causal=True, horizon=300), whole[:, :, :n])
+        assert_close(
+            on(backend)(q[:, :, :n], k[:, :, :n], v[:, :, :n], causal=True, horizon=300), whole[:, :, :n]
+        )
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -158,7 +187,11 @@ def test_packed_is_looped(backend, lengths, causal, decay):
             parts = []
             for a, b in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
                 one = decay[..., a:b] if decay is not None and decay.ndim == 3 else decay
-                parts.append(attend(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], decay=one, key_mask=mask[:, a:b], **kwargs))
+                parts.append(
+                    attend(
+                        q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], decay=one, key_mask=mask[:, a:b], **kwargs
+                    )
+                )
             return torch.cat(parts, 2)
 
         return loop
@@ -184,7 +217,8 @@ def test_rows_with_nothing_to_attend_to(backend, dtype, causal):
     lam = torch.rand(2, 4, 70)
     for decay in (None, lam):
         out, (dq, dk, dv, *_) = value_and_grads(
-            lambda q, k, v, d: on(backend)(q, k, v, causal=causal, key_mask=mask, horizon=90, decay=d), (q, k, v, decay)
+            lambda q, k, v, d: on(backend)(q, k, v, causal=causal, key_mask=mask, horizon=90, decay=d),
+            (q, k, v, decay),
         )
         assert (out[0, 0, 3] == 0).all() and (out[1] == 0).all()
         assert (dq[0, 0, 3] == 0).all() and (dq[1] == 0).all() and (dk[1] == 0).all() and (dv[1] == 0).all()
@@ -197,7 +231,9 @@ def test_rows_with_nothing_to_attend_to(backend, dtype, causal):
 @pytest.mark.parametrize("decay", [None, "head"])
 def test_tiny_lengths(backend, L, S, causal, decay):
     q, k, v = inputs(L=L, S=S)
-    out, grads = value_and_grads(lambda q, k, v, d: on(backend)(q, k, v, causal=causal, decay=d), (q, k, v, rates(decay, 2, 4, S)))
+    out, grads = value_and_grads(
+        lambda q, k, v, d: on(backend)(q, k, v, causal=causal, decay=d), (q, k, v, rates(decay, 2, 4, S))
+    )
     assert out.shape == (2, 4, L, 5) and [g.shape for g in grads[:3]] == [q.shape, k.shape, v.shape]
     if S == 0:
         assert (out == 0).all()
@@ -239,9 +275,13 @@ def strided(kind, B, H, Hk, L, D, E, dtype):
     if kind == "transposed":
         return tuple(torch.randn(B, n, d, L).to(dtype).mT for n, d in ((H, D), (Hk, D), (Hk, E)))
     if kind == "expanded":
-        return tuple(torch.randn(1, n, L, d).to(dtype).expand(B, -1, -1, -1) for n, d in ((H, D), (Hk, D), (Hk, E)))
+        return tuple(
+            torch.randn(1, n, L, d).to(dtype).expand(B, -1, -1, -1) for n, d in ((H, D), (Hk, D), (Hk, E))
+        )
     if kind == "stepped":
-        return tuple(torch.randn(B, n, 2 * L, 3 * d).to(dtype)[:, :, ::2, ::3] for n, d in ((H, D), (Hk, D), (Hk, E)))
+        return tuple(
+            torch.randn(B, n, 2 * L, 3 * d).to(dtype)[:, :, ::2, ::3] for n, d in ((H, D), (Hk, D), (Hk, E))
+        )
     return tuple(torch.randn(B, n, L, d).to(dtype) for n, d in ((H, D), (Hk, D), (Hk, E)))
 
 
@@ -253,7 +293,16 @@ def test_shapes_strides_masks_offsets_horizons(backend, dtype, data):
     B, Hk, group = draw(st.integers(1, 3)), draw(st.integers(1, 3)), draw(st.integers(1, 3))
     H, L = Hk * group, draw(st.integers(1, 150))
     D, E = draw(st.integers(1, 40)), draw(st.integers(1, 40))
-    q, k, v = strided(draw(st.sampled_from(["plain", "fused", "transposed", "expanded", "stepped"])), B, H, Hk, L, D, E, dtype)
+    q, k, v = strided(
+        draw(st.sampled_from(["plain", "fused", "transposed", "expanded", "stepped"])),
+        B,
+        H,
+        Hk,
+        L,
+        D,
+        E,
+        dtype,
+    )
     causal, kind, q_offset = draw(st.booleans()), draw(st.sampled_from([None, "head", "position"])), 0
     if kind != "position":  # cross attention: cut queries and keys differently
         q, q_offset = q[:, :, : draw(st.integers(1, L))], draw(st.integers(0, L))
@@ -261,7 +310,11 @@ def test_shapes_strides_masks_offsets_horizons(backend, dtype, data):
         k, v = k[:, :, :n], v[:, :, :n]
     S = k.shape[2]
     lam = rates(kind, B, H, S)
-    mask = (torch.rand(B, 2 * S) > draw(st.sampled_from([0.0, 0.3, 0.9])))[:, ::2] if draw(st.booleans()) else None
+    mask = (
+        (torch.rand(B, 2 * S) > draw(st.sampled_from([0.0, 0.3, 0.9])))[:, ::2]
+        if draw(st.booleans())
+        else None
+    )
     least = q_offset + q.shape[2] + S
     horizon = draw(st.sampled_from([least, math.inf, [least + 7.5 * h for h in range(H)]]))
     judge(on(backend), q, k, v, causal=causal, decay=lam, key_mask=mask, q_offset=q_offset, horizon=horizon)

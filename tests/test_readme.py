@@ -23,7 +23,9 @@ def test_python_runs(page, tmp_path, monkeypatch):
 def test_links_and_pictures_exist():
     for page in PAGES:
         for target in re.findall(r"\]\(([^)#]+?)(?:#[^)]*)?\)", page.read_text()):
-            assert "://" in target or (page.parent / target).exists(), f"{page.name} points to {target}, which is not there"
+            assert "://" in target or (page.parent / target).exists(), (
+                f"{page.name} points to {target}, which is not there"
+            )
 
 
 def test_make_targets_exist():

@@ -40,7 +40,9 @@ def test_says_what_it_is(path):
     assert f"--recipe recipes/{name(path)}.toml" in text, "its command"
     if path in PAPER:
         assert "Not run here at this scale" in text and "# Wants:" in text and "# Data:" in text
-        for line in re.findall(r"^\w+ = [\d.e_-]+$", text, re.M):  # its source stands beside a number, or above
+        for line in re.findall(
+            r"^\w+ = [\d.e_-]+$", text, re.M
+        ):  # its source stands beside a number, or above
             assert line.split()[0] in BELOW, f"{line}: where is it from?"
 
 
@@ -99,7 +101,9 @@ def test_a_value_of_transformers_arguments_is_not_the_task(order):
     words = [["--recipe", "r.toml"], ["--max_steps", "3", "--fsdp"]]
     given, training = parse(parser("cosformer train", "", task="?"), [*words[order], *words[1 - order]])
     assert vars(given).keys() == {"recipe"} and training == {"max_steps": 3, "fsdp": True}
-    given, training = parse(parser("cosformer train", "", task="?"), ["lm", "--eval-examples", "3", "--max_steps", "3"])
+    given, training = parse(
+        parser("cosformer train", "", task="?"), ["lm", "--eval-examples", "3", "--max_steps", "3"]
+    )
     assert given.task == "lm" and given.eval_examples == 3 and training == {"max_steps": 3}
 
 

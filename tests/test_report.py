@@ -67,12 +67,39 @@ def test_a_bad_line_is_skipped_with_its_place_and_reason(line, reason, tmp_path)
 
 def test_no_field_of_any_type_breaks_the_page(tmp_path):
     """Each field of each kind is replaced by each of these; what is not skipped must be shown."""
-    odd = [None, True, -1, 0, 1e300, 0.5, "", "x", "\x00\ud800<b>", [], [None], [[]], {}, {"a": None}, {"a": [{}]}]
-    kinds = {row["kind"]: row for row in demo()} | {"quality": quality()}  # without curves, which take long to draw
+    odd = [
+        None,
+        True,
+        -1,
+        0,
+        1e300,
+        0.5,
+        "",
+        "x",
+        "\x00\ud800<b>",
+        [],
+        [None],
+        [[]],
+        {},
+        {"a": None},
+        {"a": [{}]},
+    ]
+    kinds = {row["kind"]: row for row in demo()} | {
+        "quality": quality()
+    }  # without curves, which take long to draw
     rows = [{**row, name: value} for row in kinds.values() for name in row for value in odd]
-    points = [{"step": 1, "tokens": 1, "seconds": 1, "loss": 1}, {"step": 2, "tokens": 2, "seconds": 2, "loss": 0.5}]
-    rows += [quality(mixer=f"m{i}", curve=[*points, {**points[0], "step": v}, {"loss": v}]) for i, v in enumerate(odd)]
-    rows += [quality(mixer="still", curve=[{**p, "tokens": 0, "seconds": 0} for p in points]), refused(task="nobody")]
+    points = [
+        {"step": 1, "tokens": 1, "seconds": 1, "loss": 1},
+        {"step": 2, "tokens": 2, "seconds": 2, "loss": 0.5},
+    ]
+    rows += [
+        quality(mixer=f"m{i}", curve=[*points, {**points[0], "step": v}, {"loss": v}])
+        for i, v in enumerate(odd)
+    ]
+    rows += [
+        quality(mixer="still", curve=[{**p, "tokens": 0, "seconds": 0} for p in points]),
+        refused(task="nobody"),
+    ]
     rows += [cost("once", 64, what=None), cost("once", 64, what="operator")]
     report.write_page(rows, tmp_path / "report.html")
     report.terminal_summary(rows).encode()
@@ -89,13 +116,18 @@ def test_the_later_line_counts():
 
 
 def test_seeds_make_a_mean_and_half_a_range():
-    cells = results.check([quality(value=v, seed=s) for s, v in enumerate((7.0, 8.0, 9.0))]).experiments[0].cells
+    cells = (
+        results.check([quality(value=v, seed=s) for s, v in enumerate((7.0, 8.0, 9.0))]).experiments[0].cells
+    )
     assert [c.value for c in cells] == [(8.0, 1.0)]
     assert results.check([quality(value=7.0)]).experiments[0].cells[0].value == (7.0, None)
 
 
 def test_other_settings_are_another_cell():
-    rows = [quality(value=8.0, settings={"lr": 0.1, "seed": 0}), quality(value=7.0, settings={"lr": 0.2, "seed": 0})]
+    rows = [
+        quality(value=8.0, settings={"lr": 0.1, "seed": 0}),
+        quality(value=7.0, settings={"lr": 0.2, "seed": 0}),
+    ]
     (experiment,) = results.check(rows).experiments
     assert [c.variant for c in experiment.cells] == ["lr=0.1", "lr=0.2"]
     assert experiment.cell("cosformer").value == (7.0, None)
@@ -119,7 +151,10 @@ def said(*rows) -> str:
 
 
 def versus(ours, theirs, **more) -> list[dict]:
-    return [quality(mixer="cosformer", value=ours, **more), quality(mixer="softmax+rope", value=theirs, **more)]
+    return [
+        quality(mixer="cosformer", value=ours, **more),
+        quality(mixer="softmax+rope", value=theirs, **more),
+    ]
 
 
 def accuracy(ours, theirs, **more) -> list[dict]:
@@ -166,9 +201,13 @@ def test_many_tasks_are_counted():
         " softmax on 1 (b: 10.0 points lower)."
     ) in said(*versus(7.9, 7.7), *three)
     paper = [{**row, "mixer": row["mixer"].replace("cosformer", "cosformer-paper")} for row in three]
-    assert "Of 3 other tasks cosFormer is better than softmax on 1 (a:" in said(*versus(7.9, 7.7), *paper)  # not the same one
+    assert "Of 3 other tasks cosFormer is better than softmax on 1 (a:" in said(
+        *versus(7.9, 7.7), *paper
+    )  # not the same one
     worse = [{**row, "value": 0.4 if row["mixer"] == "cosformer" else 0.5} for row in three]
-    assert "On all 3 tasks cosFormer (recommended) is worse than softmax (a: 10.0 points lower; b:" in said(*worse)
+    assert "On all 3 tasks cosFormer (recommended) is worse than softmax (a: 10.0 points lower; b:" in said(
+        *worse
+    )
 
 
 @pytest.mark.parametrize(
@@ -193,7 +232,10 @@ def test_terminal_summary():
     assert "cosFormer (recommended) trains 2.0× faster than softmax + RoPE" in text
     assert re.search(r"^ListOps +\w+ +[\d.]+ points (higher|lower) ", text, re.M)
     assert "\x1b" not in text
-    assert report.terminal_summary([]) == "Not measured for both: training cost; decoding cost; quality on any task."
+    assert (
+        report.terminal_summary([])
+        == "Not measured for both: training cost; decoding cost; quality on any task."
+    )
 
 
 # --- numbers behind figures and tables
@@ -208,7 +250,10 @@ def test_fit_and_crossing():
 
 
 def test_the_best_is_what_reads_best():
-    rows = [quality(mixer=m, value=v) for m, v in (("cosformer", 7.701), ("softmax", 7.699), ("elu", 8.0), ("performer", 7.7))]
+    rows = [
+        quality(mixer=m, value=v)
+        for m, v in (("cosformer", 7.701), ("softmax", 7.699), ("elu", 8.0), ("performer", 7.7))
+    ]
     table = tables.one_task(results.check(rows).experiments[0])
     best = {table.rows[""][i][0] for i, j in table.winners("") if j == 0}
     assert best == {"cosFormer (recommended: gated decay)", "softmax", "Performer"}
@@ -225,7 +270,9 @@ def test_the_papers_averages(table):
 
 def test_the_papers_figures_stand_beside_the_right_mixers():
     assert paper.figure(paper.LM, "cosformer-paper", "test", []) == 23.1
-    assert paper.figure(paper.LM, "cosformer", "test", []) is None  # the paper knows nothing of the recommended one
+    assert (
+        paper.figure(paper.LM, "cosformer", "test", []) is None
+    )  # the paper knows nothing of the recommended one
     assert paper.figure(paper.LRA, "softmax+rope", "Text", ["softmax+rope"]) == 64.27
     assert paper.figure(paper.LRA, "softmax+rope", "Text", ["softmax", "softmax+rope"]) is None
 
@@ -300,7 +347,9 @@ def test_the_page_is_sound(page):
     assert "script" not in outline.tags
     assert len(set(outline.ids)) == len(outline.ids)
     assert not re.search(r"url\((?!#)|@import", page)
-    used = set(re.findall(r"#[0-9a-fA-F]{3,8}\b(?=[;\"])", re.sub(r"<style>.*?</style>", "", page, flags=re.S)))
+    used = set(
+        re.findall(r"#[0-9a-fA-F]{3,8}\b(?=[;\"])", re.sub(r"<style>.*?</style>", "", page, flags=re.S))
+    )
     assert used == set(), "a colour that does not follow the theme"
     targets = set(re.findall(r'(?:href="#|url\(#)([^")]+)', page))
     assert targets <= set(outline.ids)
@@ -322,11 +371,25 @@ def test_sections_follow_the_results(page, tmp_path):
 def test_all_text_is_escaped(tmp_path):
     evil = "<script>alert(1)</script>\"'&"
     rows = [
-        {**row, **{k: evil for k, v in row.items() if isinstance(v, str) and k not in ("kind", "status", "metric")}}
+        {
+            **row,
+            **{
+                k: evil
+                for k, v in row.items()
+                if isinstance(v, str) and k not in ("kind", "status", "metric")
+            },
+        }
         for row in demo()
     ]
-    rows += [quality(mixer=evil, value=v, seed=s, title=evil, settings={evil: evil}) for s, v in ((0, 7.0), (1, 8.0))]
-    rows += [refused(mixer=evil + "2", reason=evil), {**RUN, "seeds": [evil]}, quality(metric=evil, title="m", metrics={evil: 1.0})]
+    rows += [
+        quality(mixer=evil, value=v, seed=s, title=evil, settings={evil: evil})
+        for s, v in ((0, 7.0), (1, 8.0))
+    ]
+    rows += [
+        refused(mixer=evil + "2", reason=evil),
+        {**RUN, "seeds": [evil]},
+        quality(metric=evil, title="m", metrics={evil: 1.0}),
+    ]
     (tmp_path / "results.jsonl").write_text(lines(rows) + evil + '\n{"kind": "<script>"}\n')
     report.main([str(tmp_path / "results.jsonl"), "--html", str(tmp_path / "report.html")])
     text = (tmp_path / "report.html").read_text()
@@ -355,7 +418,9 @@ def test_the_same_results_give_the_same_bytes(tmp_path):
         ]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True)
         made = sorted(p for p in folder.rglob("*") if p.is_file())
-        digests.add(tuple((str(p.relative_to(folder)), hashlib.sha256(p.read_bytes()).hexdigest()) for p in made))
+        digests.add(
+            tuple((str(p.relative_to(folder)), hashlib.sha256(p.read_bytes()).hexdigest()) for p in made)
+        )
     assert len(digests) == 1
     names = {name for name, _ in digests.pop()}
     assert {

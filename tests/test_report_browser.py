@@ -13,11 +13,17 @@ from invented import demo, full
 from cosformer import report
 
 pytest.importorskip("matplotlib")
-playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed (the dev extra has it)")
-axe = pytest.importorskip("axe_playwright_python.base", reason="axe-playwright-python is not installed (the dev extra has it)")
+playwright = pytest.importorskip(
+    "playwright.sync_api", reason="playwright is not installed (the dev extra has it)"
+)
+axe = pytest.importorskip(
+    "axe_playwright_python.base", reason="axe-playwright-python is not installed (the dev extra has it)"
+)
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
-pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium; on Debian, apt-get install chromium")
+pytestmark = pytest.mark.skipif(
+    CHROMIUM is None, reason="there is no chromium; on Debian, apt-get install chromium"
+)
 
 WIDTHS = (360, 390, 1280)
 
@@ -39,7 +45,9 @@ def files(tmp_path_factory) -> Callable[[str], Path]:
     def make(name: str) -> Path:
         folder = tmp_path_factory.mktemp(name)
         rows = {"demo": demo, "full": full}[name]()
-        (folder / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows) + "not a result\n")
+        (folder / "results.jsonl").write_text(
+            "".join(json.dumps(row) + "\n" for row in rows) + "not a result\n"
+        )
         report.main([str(folder / "results.jsonl"), "--html", str(folder / "report.html")])
         return folder
 
@@ -57,7 +65,12 @@ def visit(browser, files):
         page.on("console", lambda message: wrong.append(f"console: {message.text}"))
         page.on("pageerror", lambda error: wrong.append(f"error: {error}"))
         page.on("requestfailed", lambda request: wrong.append(f"failed: {request.url}"))
-        page.on("request", lambda r: wrong.append(f"request: {r.url}") if r.url != url and not r.url.startswith("data:") else None)
+        page.on(
+            "request",
+            lambda r: (
+                wrong.append(f"request: {r.url}") if r.url != url and not r.url.startswith("data:") else None
+            ),
+        )
         page.goto(url)
         pages.append(page)
         return page
@@ -95,13 +108,17 @@ def test_a_wide_table_scrolls_by_itself_and_says_so(visit):
     page.keyboard.press("ArrowRight")
     page.wait_for_function("document.querySelector('#lm .scroll').scrollLeft > 0")
     page.set_viewport_size({"width": 1280, "height": 900})
-    assert page.locator("#summary .scroll .hint").evaluate("e => e.getBoundingClientRect().height") < 1  # it fits: no hint
+    assert (
+        page.locator("#summary .scroll .hint").evaluate("e => e.getBoundingClientRect().height") < 1
+    )  # it fits: no hint
 
 
 def cells(page, caption: str) -> dict[str, list[str]]:
     """The rows of the table with this caption, as the reader sees them."""
     table = page.locator("table").filter(has=page.locator("caption", has_text=caption)).first
-    found = table.evaluate("t => [...t.querySelectorAll('tbody tr')].map(r => [...r.cells].map(c => c.innerText.trim()))")
+    found = table.evaluate(
+        "t => [...t.querySelectorAll('tbody tr')].map(r => [...r.cells].map(c => c.innerText.trim()))"
+    )
     return {head: rest for head, *rest in found if rest}
 
 
@@ -115,7 +132,8 @@ LABELS = {
 
 
 @pytest.mark.parametrize(
-    ("name", "title"), [("demo", "Language model, Python standard library"), ("full", "WikiText-2 language model")]
+    ("name", "title"),
+    [("demo", "Language model, Python standard library"), ("full", "WikiText-2 language model")],
 )
 def test_the_tables_say_what_the_file_says(visit, files, name, title):
     """Recomputed here from results.jsonl, with nothing of the report."""
@@ -125,7 +143,9 @@ def test_the_tables_say_what_the_file_says(visit, files, name, title):
     for mixer in ("cosformer", "cosformer-paper", "softmax+rope"):
         mine = [r for r in rows if r["kind"] == "quality" and r["title"] == title and r["mixer"] == mixer]
         values = [r["value"] for r in mine]
-        expected = f"{statistics.fmean(values):.2f}" + (f" ± {(max(values) - min(values)) / 2:.2f}" if len(values) > 1 else "")
+        expected = f"{statistics.fmean(values):.2f}" + (
+            f" ± {(max(values) - min(values)) / 2:.2f}" if len(values) > 1 else ""
+        )
         assert shown[LABELS[mixer]][0] == expected
         assert shown[LABELS[mixer]][3:6] == [
             f"{mine[0]['parameters'] / 1e6:.2f} M",
@@ -137,7 +157,9 @@ def test_the_tables_say_what_the_file_says(visit, files, name, title):
     cost = cells(page, "Training a whole model")
     for mixer in ("cosformer", "softmax+rope"):
         by_length = {
-            r["length"]: r for r in rows if r["kind"] == "cost" and r["work"] == "training" and r["mixer"] == mixer and r["causal"]
+            r["length"]: r
+            for r in rows
+            if r["kind"] == "cost" and r["work"] == "training" and r["mixer"] == mixer and r["causal"]
         }
         seen = [float(text.replace(",", "")) for text in cost[LABELS[mixer]][: len(lengths)]]
         assert seen == pytest.approx([by_length[n]["ms"] for n in lengths], rel=0.006)
@@ -180,7 +202,9 @@ def test_axe_finds_nothing(visit, scheme, width):
     page.evaluate("document.querySelectorAll('details').forEach((d, i) => d.open = i % 3 == 0)")
     page.evaluate(axe.AXE_SCRIPT)
     found = page.evaluate("axe.run(document, {resultTypes: ['violations']})")["violations"]
-    assert [(v["id"], v["nodes"][0]["html"][:120], v["nodes"][0].get("failureSummary", "")) for v in found] == []
+    assert [
+        (v["id"], v["nodes"][0]["html"][:120], v["nodes"][0].get("failureSummary", "")) for v in found
+    ] == []
 
 
 def test_figures_follow_the_theme(visit):

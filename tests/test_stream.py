@@ -20,7 +20,9 @@ def streamed(q, k, v, cuts, *, decay=None, key_mask=None, state=None, **kwargs):
     for a, b in zip([0, *cuts], [*cuts, q.shape[2]], strict=True):
         lam = decay[:, :, a:b] if decay is not None and decay.ndim == 3 else decay
         mask = None if key_mask is None else key_mask[:, a:b]
-        out, state = cosformer_stream(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], state, decay=lam, key_mask=mask, **kwargs)
+        out, state = cosformer_stream(
+            q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], state, decay=lam, key_mask=mask, **kwargs
+        )
         outs.append(out)
     return torch.cat(outs, 2), state
 
@@ -54,11 +56,16 @@ def test_state_is_part_of_the_graph(backend):
     lam = torch.rand(1, 4, 40)
 
     def through_state(q, k, v, lam, dtype=None, name=backend):
-        _, state = cosformer_stream(q[:, :, :25], k[:, :, :25], v[:, :, :25], horizon=90, decay=lam[:, :, :25], backend=name)
+        _, state = cosformer_stream(
+            q[:, :, :25], k[:, :, :25], v[:, :, :25], horizon=90, decay=lam[:, :, :25], backend=name
+        )
         out, state = cosformer_stream(
             q[:, :, 25:], k[:, :, 25:], v[:, :, 25:], state, horizon=90, decay=lam[:, :, 25:], backend=name
         )
-        return out.sum() + (state.tensor * torch.linspace(-1, 1, state.tensor.numel()).reshape(state.tensor.shape)).sum()
+        return (
+            out.sum()
+            + (state.tensor * torch.linspace(-1, 1, state.tensor.numel()).reshape(state.tensor.shape)).sum()
+        )
 
     # an independent road to the same number: the definition's state, written as a sum over keys
     def by_definition(q, k, v, lam):
@@ -87,7 +94,9 @@ def test_saved_and_loaded(backend):
     file.seek(0)
     loaded = State.from_state_dict(torch.load(file, weights_only=True))
     assert loaded.position == 35
-    out, _ = streamed(q[:, :, 35:], k[:, :, 35:], v[:, :, 35:], [], state=loaded, horizon=100, backend=backend)
+    out, _ = streamed(
+        q[:, :, 35:], k[:, :, 35:], v[:, :, 35:], [], state=loaded, horizon=100, backend=backend
+    )
     assert_close(out, whole[:, :, 35:])
 
 
@@ -96,7 +105,13 @@ def test_beams_are_reordered(backend):
     order = torch.tensor([2, 2, 0])
     _, state = streamed(q[:, :, :20], k[:, :, :20], v[:, :, :20], [], horizon=50, backend=backend)
     out, _ = streamed(
-        q[order, :, 20:], k[order, :, 20:], v[order, :, 20:], [], state=state.index_select(order), horizon=50, backend=backend
+        q[order, :, 20:],
+        k[order, :, 20:],
+        v[order, :, 20:],
+        [],
+        state=state.index_select(order),
+        horizon=50,
+        backend=backend,
     )
     whole = cosformer_attention(q[order], k[order], v[order], causal=True, horizon=50)
     assert_close(out, whole[:, :, 20:])
@@ -107,7 +122,9 @@ def test_beams_are_reordered(backend):
 def test_rollback_is_exact(backend, back, decay):
     """Even under decay so strong that subtracting the tokens again would divide by exp(-600)."""
     q, k, v = inputs(B=3, L=60, S=60)
-    lam = None if decay is None else torch.full((4,), 20.0) if decay == "head" else torch.full((3, 4, 60), 20.0)
+    lam = (
+        None if decay is None else torch.full((4,), 20.0) if decay == "head" else torch.full((3, 4, 60), 20.0)
+    )
     part = lambda a, b: (q[:, :, a:b], k[:, :, a:b], v[:, :, a:b])
     rate = lambda a, b: lam[:, :, a:b] if decay == "position" else lam
     mask, options = torch.rand(3, 60) > 0.2, {"horizon": 100, "backend": backend}
@@ -138,7 +155,9 @@ def test_rollback_refuses_what_it_cannot_do():
 def test_rollback_survives_reused_buffers_and_autocast(backend):
     q, k, v = inputs(L=6, S=6)
     _, expected = cosformer_stream(q[:, :, :4], k[:, :, :4], v[:, :, :4], horizon=9, backend=backend)
-    _, state = cosformer_stream(q, k, v, State(torch.zeros(2, 4, 12, 6)).snapshot(), horizon=9, backend=backend)
+    _, state = cosformer_stream(
+        q, k, v, State(torch.zeros(2, 4, 12, 6)).snapshot(), horizon=9, backend=backend
+    )
     k.zero_()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert_close(state.rollback(2).tensor, expected.tensor)
@@ -209,7 +228,10 @@ def test_a_state_keeps_to_its_horizon(horizon):
     q, k, v = inputs(L=20, S=20)
     _, state = cosformer_stream(q, k, v, horizon=horizon)
     for how, kept in known(state):
-        with pytest.raises(ValueError, match=r"horizon is 500, but the state was made with \[?250.* start again, without a state"):
+        with pytest.raises(
+            ValueError,
+            match=r"horizon is 500, but the state was made with \[?250.* start again, without a state",
+        ):
             pytest.fail(f"{how}: accepted {cosformer_stream(q, k, v, kept, horizon=500)[1].position}")
         cosformer_stream(q, k, v, kept, horizon=horizon)
 
@@ -242,26 +264,38 @@ def test_states_saved_without_a_horizon_are_read():
 def test_a_stream_at_its_horizon_says_what_to_do():
     q, k, v = inputs(L=20, S=20)
     _, state = cosformer_stream(q, k, v, horizon=30)
-    with pytest.raises(ValueError, match="horizon is 30, .* start the stream again with a horizon of more than 39"):
+    with pytest.raises(
+        ValueError, match="horizon is 30, .* start the stream again with a horizon of more than 39"
+    ):
         cosformer_stream(q, k, v, state, horizon=30)
 
 
-@pytest.mark.parametrize("order", [(None, "head", "position"), ("position", None, "head"), ("head", "position", None)])
+@pytest.mark.parametrize(
+    "order", [(None, "head", "position"), ("position", None, "head"), ("head", "position", None)]
+)
 def test_rates_begin_end_and_change_in_a_stream(backend, dtype, order):
     """Rates belong to tokens, and none is a rate of 0, so the state needs to know nothing of them."""
     q, k, v = inputs(L=60, S=60, dtype=dtype)
-    parts = {None: torch.zeros(2, 4, 20), "head": torch.rand(4)[:, None].expand(2, 4, 20), "position": torch.rand(2, 4, 20)}
+    parts = {
+        None: torch.zeros(2, 4, 20),
+        "head": torch.rand(4)[:, None].expand(2, 4, 20),
+        "position": torch.rand(2, 4, 20),
+    }
 
     def pieces(q, k, v, *, decay, **kwargs):
         outs, state = [], None
         for at, kind in enumerate(order):
             cut = slice(20 * at, 20 * at + 20)
             rate = {None: None, "head": decay[0, :, 20 * at], "position": decay[:, :, cut]}[kind]
-            out, state = cosformer_stream(q[:, :, cut], k[:, :, cut], v[:, :, cut], state, decay=rate, backend=backend, **kwargs)
+            out, state = cosformer_stream(
+                q[:, :, cut], k[:, :, cut], v[:, :, cut], state, decay=rate, backend=backend, **kwargs
+            )
             outs.append(out)
         return torch.cat(outs, 2)
 
     lam = torch.cat([parts[kind] for kind in order], 2).to(torch.promote_types(dtype, torch.float32))
-    expected = reference.attention(q.double(), k.double(), v.double(), horizon=100, causal=True, decay=lam.double())
+    expected = reference.attention(
+        q.double(), k.double(), v.double(), horizon=100, causal=True, decay=lam.double()
+    )
     rounded = reference.attention(q, k, v, horizon=100, causal=True, decay=lam)
     assert_close(pieces(q, k, v, decay=lam, horizon=100), expected, rounded=rounded)

@@ -21,7 +21,10 @@ few = (40, 8, 8)
 def imdb(folder):
     folder.mkdir()
     for split in ("train", "test"):
-        lines = [f'{i % 2}\t{i % 10}\t{i}\tA "{split}" film, {"great" if i % 2 else "dull"}. {"x" * (i * 40)}\n' for i in range(30)]
+        lines = [
+            f'{i % 2}\t{i % 10}\t{i}\tA "{split}" film, {"great" if i % 2 else "dull"}. {"x" * (i * 40)}\n'
+            for i in range(30)
+        ]
         (folder / f"{split}.tsv.xz").write_bytes(lzma.compress("".join(lines).encode()))
     return folder
 
@@ -39,7 +42,10 @@ def cifar(folder, form="binary", count=20):
     folder.mkdir()
     for name, seed in [*((f"data_batch_{i}", i) for i in range(1, 6)), ("test_batch", 6)]:
         rng = np.random.default_rng(seed)
-        grey, labels = rng.integers(0, 256, (count, 1024), dtype=np.uint8), rng.integers(0, 10, count, dtype=np.uint8)
+        grey, labels = (
+            rng.integers(0, 256, (count, 1024), dtype=np.uint8),
+            rng.integers(0, 10, count, dtype=np.uint8),
+        )
         colour = np.tile(grey, 3)
         if form == "binary":
             np.concatenate([labels[:, None], colour], 1).tofile(folder / f"{name}.bin")
@@ -77,7 +83,9 @@ def make(name, folder):
 def test_every_task_keeps_the_contract(name, tmp_path):
     options = make(name, tmp_path)
     takes_cache = "cache" in tasks.settings(name)
-    built = [tasks.build(name, **options, **({"cache": tmp_path / c} if takes_cache else {})) for c in ("a", "b")]
+    built = [
+        tasks.build(name, **options, **({"cache": tmp_path / c} if takes_cache else {})) for c in ("a", "b")
+    ]
     task = built[0]
     assert task.name == name and task.kind in tasks.KINDS
     for split in ("train", "validation", "test"):
@@ -85,14 +93,24 @@ def test_every_task_keeps_the_contract(name, tmp_path):
         assert len(first) == len(second) > 0
         n = min(len(first), 16)
         batch, again = (t.collate([s[i] for i in range(n)]) for t, s in zip(built, (first, second)))
-        assert batch.keys() == again.keys() and all((batch[k] == again[k]).all() for k in batch), "not a function of the seed"
+        assert batch.keys() == again.keys() and all((batch[k] == again[k]).all() for k in batch), (
+            "not a function of the seed"
+        )
         assert all(v.dtype == torch.int64 and len(v) == n for v in batch.values())
         for key in ("input_ids", "pair_input_ids"):
             if key in batch:
-                assert batch[key].shape[1] <= task.max_length and 0 <= batch[key].min() and batch[key].max() < task.vocab_size
+                assert (
+                    batch[key].shape[1] <= task.max_length
+                    and 0 <= batch[key].min()
+                    and batch[key].max() < task.vocab_size
+                )
         labels = batch["labels"]
         if "classification" in task.kind:
-            assert labels.shape == (n,) and 0 <= labels.min() and labels.max() < task.num_labels == len(task.labels)
+            assert (
+                labels.shape == (n,)
+                and 0 <= labels.min()
+                and labels.max() < task.num_labels == len(task.labels)
+            )
             assert (batch["input_ids"][batch["attention_mask"] == 0] == task.special.pad).all()
             predictions = task.preprocess_logits_for_metrics(torch.eye(task.num_labels)[labels], labels)
         else:
@@ -101,8 +119,13 @@ def test_every_task_keeps_the_contract(name, tmp_path):
             if task.kind == "causal-lm":
                 logits = logits.roll(-1, 1)
             predictions = task.preprocess_logits_for_metrics(logits, labels)
-            assert length == (batch["input_ids"].shape[1] if task.kind != "seq2seq" else length) and (labels != -100).any(1).all()
-        perfect = task.compute_metrics(type("P", (), {"predictions": predictions.numpy(), "label_ids": labels.numpy()}))
+            assert (
+                length == (batch["input_ids"].shape[1] if task.kind != "seq2seq" else length)
+                and (labels != -100).any(1).all()
+            )
+        perfect = task.compute_metrics(
+            type("P", (), {"predictions": predictions.numpy(), "label_ids": labels.numpy()})
+        )
         assert task.metric in perfect and {type(value) for value in perfect.values()} == {float}
         best = perfect.get("accuracy", perfect.get("sequence_accuracy"))
         assert best == pytest.approx(1.0), "an oracle must score perfectly"
@@ -126,7 +149,12 @@ def test_the_registry_says_what_it_takes(tmp_path):
 def test_importing_the_registry_is_light():
     heavy = ("transformers", "datasets", "tokenizers", "PIL", "sacrebleu")
     code = f"import sys; import cosformer.tasks; print([m for m in {heavy} if m in sys.modules])"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )
 
 
 def test_published_sizes_come_with_every_arena_task(tmp_path):
@@ -134,7 +162,10 @@ def test_published_sizes_come_with_every_arena_task(tmp_path):
     for name in LRA:
         task = tasks.build(name, **make(name, tmp_path), cache=tmp_path / "c")
         assert asdict(task.published) == asdict(PUBLISHED[name])
-        assert task.published.extra_parameters == 0.10 and task.published.attention_width % task.published.heads == 0
+        assert (
+            task.published.extra_parameters == 0.10
+            and task.published.attention_width % task.published.heads == 0
+        )
 
 
 # recall and the toys
@@ -143,13 +174,18 @@ def test_published_sizes_come_with_every_arena_task(tmp_path):
 @pytest.mark.parametrize("blank", [True, False])
 @pytest.mark.parametrize("length, pairs, vocabulary", [(64, 4, 8192), (128, 32, 8192), (32, 8, 20)])
 def test_recall_asks_for_the_value_that_followed_the_key(length, pairs, vocabulary, blank):
-    task = tasks.build("recall", length=length, pairs=pairs, vocabulary=vocabulary, blank=blank, examples=(300, 10, 10))
+    task = tasks.build(
+        "recall", length=length, pairs=pairs, vocabulary=vocabulary, blank=blank, examples=(300, 10, 10)
+    )
     gaps = []
     for row in task.train:
         ids, labels = row["input_ids"].tolist(), row["labels"].tolist()
         memory = dict(zip(ids[0 : 2 * pairs : 2], ids[1 : 2 * pairs : 2]))
         assert len(memory) == pairs and all(0 < k < vocabulary // 2 for k in memory)
-        assert all(vocabulary // 2 <= v < vocabulary for v in memory.values()) and len(set(memory.values())) == pairs
+        assert (
+            all(vocabulary // 2 <= v < vocabulary for v in memory.values())
+            and len(set(memory.values())) == pairs
+        )
         asked = [t for t, label in enumerate(labels) if label != -100]
         assert len(asked) == pairs and min(asked) > 2 * pairs
         assert sorted(ids[t - 1] for t in asked) == sorted(memory), "each key is asked for once"
@@ -188,7 +224,11 @@ def test_copy_and_reverse_ask_for_what_was_given():
 
 def test_reviews_need_more_than_counting_words():
     rows = list(reviews(seed=0))
-    assert [sum(s == split for s, _ in rows) for split in ("train", "validation", "test")] == [8000, 1000, 1000]
+    assert [sum(s == split for s, _ in rows) for split in ("train", "validation", "test")] == [
+        8000,
+        1000,
+        1000,
+    ]
     votes = []
     for _, row in rows:
         text = row.fields["text"]
@@ -244,14 +284,22 @@ def test_retrieval_reads_the_published_form(tmp_path):
 
 
 def test_every_form_of_cifar_gives_the_same_pixels(tmp_path):
-    built = [tasks.build("image", data=cifar(tmp_path / form, form), cache=tmp_path / "c") for form in ("binary", "python", "png")]
+    built = [
+        tasks.build("image", data=cifar(tmp_path / form, form), cache=tmp_path / "c")
+        for form in ("binary", "python", "png")
+    ]
     assert [len(s) for s in (built[0].train, built[0].validation, built[0].test)] == [90, 10, 20]
     expected = np.random.default_rng(1).integers(0, 256, (20, 1024), dtype=np.uint8)
     found = built[2].train.flat("input_ids").reshape(90, 1024)[:20].astype(int) - 5
     np.testing.assert_array_equal(found, expected)
     for other in built[:2]:
         # The weights of red, green and blue sum to 0.9999, so equal channels come out within one level.
-        assert np.abs(other.train.flat("input_ids").astype(int) - built[2].train.flat("input_ids").astype(int)).max() <= 1
+        assert (
+            np.abs(
+                other.train.flat("input_ids").astype(int) - built[2].train.flat("input_ids").astype(int)
+            ).max()
+            <= 1
+        )
         np.testing.assert_array_equal(other.test.numbers("labels"), built[2].test.numbers("labels"))
 
 
@@ -269,8 +317,14 @@ def test_damaged_images_are_refused(tmp_path, capsys):
     bad_label = bytearray((cifar(tmp_path / "x") / "data_batch_2.bin").read_bytes())
     bad_label[3073 * 4] = 11
     cases = [
-        (broken("binary", "data_batch_2.bin", b"123"), "data_batch_2.bin: not a CIFAR-10 binary batch: 3 bytes"),
-        (broken("binary", "data_batch_2.bin", bytes(bad_label)), "data_batch_2.bin: image 4 has label 11; labels are 0 ... 9"),
+        (
+            broken("binary", "data_batch_2.bin", b"123"),
+            "data_batch_2.bin: not a CIFAR-10 binary batch: 3 bytes",
+        ),
+        (
+            broken("binary", "data_batch_2.bin", bytes(bad_label)),
+            "data_batch_2.bin: image 4 has label 11; labels are 0 ... 9",
+        ),
         (
             broken("python", "data_batch_3", pickle.dumps(Harmful())),
             "data_batch_3: not a CIFAR-10 python batch: builtins.print is not part of an array",
@@ -297,7 +351,11 @@ def test_self_pretraining_hides_the_tasks_own_inputs(name, tmp_path):
     task = tasks.build(name, **make(name, tmp_path), cache=tmp_path / "c")
     before = tasks.pretraining(task, copies=3)
     factor = 2 if task.kind == "pair-classification" else 1
-    assert before.kind == "masked-lm" and len(before.train) == 3 * factor * len(task.train) and before.vocab_size == task.vocab_size
+    assert (
+        before.kind == "masked-lm"
+        and len(before.train) == 3 * factor * len(task.train)
+        and before.vocab_size == task.vocab_size
+    )
     batch = before.collate([before.train[i] for i in range(8)])
     hidden = batch["labels"] != -100
     restored = torch.where(hidden, batch["labels"], batch["input_ids"])

@@ -23,7 +23,13 @@ from cosformer.tasks.source import Holdout, files, rows
 from cosformer.tasks.table import Table, Writer
 from cosformer.tasks.tokens import byte_characters, encoder
 
-TEXTS = ["the quick brown fox", 'he said "no", twice', "naïve café – 東京", "tab-free, comma, done", "line five"]
+TEXTS = [
+    "the quick brown fox",
+    'he said "no", twice',
+    "naïve café – 東京",
+    "tab-free, comma, done",
+    "line five",
+]
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +114,9 @@ def test_masking_follows_its_rule_and_its_seed():
             return 40
 
         def __getitem__(self, i):
-            return {"input_ids": torch.from_numpy(np.r_[1, np.random.default_rng(i).integers(5, 105, 500), 2])}
+            return {
+                "input_ids": torch.from_numpy(np.r_[1, np.random.default_rng(i).integers(5, 105, 500), 2])
+            }
 
     inner = Rows()
     hide = Masked(inner, content=np.arange(5, 105), mask=4, seed=3, copies=2)
@@ -127,7 +135,9 @@ def test_masking_follows_its_rule_and_its_seed():
         kept += int((now == source[hidden]).sum())
         other += int(((now != 4) & (now != source[hidden])).sum())
     assert abs(chosen / (80 * 500) - 0.15) < 0.01
-    np.testing.assert_allclose([masked / chosen, other / chosen, kept / chosen], [0.8, 0.099, 0.101], atol=0.015)
+    np.testing.assert_allclose(
+        [masked / chosen, other / chosen, kept / chosen], [0.8, 0.099, 0.101], atol=0.015
+    )
     assert (hide[0]["input_ids"] == hide[0]["input_ids"]).all()
     assert (hide[0]["labels"] != hide[40]["labels"]).any(), "the second copy must be masked differently"
 
@@ -136,7 +146,9 @@ def test_masking_follows_its_rule_and_its_seed():
 def test_whole_words_are_hidden_together(tmp_path, tokenizer):
     (tmp_path / "d").mkdir()
     for split in ("train", "valid", "test"):
-        (tmp_path / "d" / f"{split}.txt").write_text("several longer words, about café and naïve writing; " * 40)
+        (tmp_path / "d" / f"{split}.txt").write_text(
+            "several longer words, about café and naïve writing; " * 40
+        )
     task = build("mlm", data=tmp_path / "d", length=128, whole_word=True, tokenizer=tokenizer)
     whole, byte = 0, {c: b for b, c in enumerate(byte_characters())}
     for i in range(min(len(task.train), 40)):
@@ -146,10 +158,17 @@ def test_whole_words_are_hidden_together(tmp_path, tokenizer):
         inside = (source != task.special.bos) & (source != task.special.eos)
         source, hidden = source[inside], hidden[inside.numpy()]
         tokens = [task.tokenizer.convert_ids_to_tokens(int(t)) for t in source]
-        ends = np.cumsum([len(t) for t in tokens])  # byte-level: a character of the token is a byte of the text
+        ends = np.cumsum(
+            [len(t) for t in tokens]
+        )  # byte-level: a character of the token is a byte of the text
         text = bytes(byte[c] for c in "".join(tokens))
         for word in re.finditer(rb"[A-Za-z\x80-\xff]+", text):
-            covered = hidden[np.searchsorted(ends, word.start(), side="right") : np.searchsorted(ends, word.end(), side="left") + 1]
+            covered = hidden[
+                np.searchsorted(ends, word.start(), side="right") : np.searchsorted(
+                    ends, word.end(), side="left"
+                )
+                + 1
+            ]
             assert covered.all() or not covered.any(), f"{word.group()} is hidden in part"
             whole += bool(covered.all())
     assert whole > 10
@@ -164,7 +183,9 @@ def write_rows(folder: Path, kind: str, count: int = 60) -> Path:
     packer = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix, open)
     with packer(path, "wt", encoding="utf-8", newline="") as file:
         if ".jsonl" in kind:
-            file.writelines(json.dumps({"text": t, "label": label}, ensure_ascii=False) + "\n" for t, label in records)
+            file.writelines(
+                json.dumps({"text": t, "label": label}, ensure_ascii=False) + "\n" for t, label in records
+            )
         elif ".tsv" in kind:
             file.write("text\tlabel\n" + "".join(f"{t}\t{label}\n" for t, label in records))
         else:
@@ -194,12 +215,16 @@ def test_a_saved_hugging_face_dataset(tmp_path):
     import datasets
 
     part = {"sentence": [f"row {i}" for i in range(30)], "label": [i % 2 for i in range(30)]}
-    whole = datasets.DatasetDict({name: datasets.Dataset.from_dict(part) for name in ("train", "validation", "test")})
+    whole = datasets.DatasetDict(
+        {name: datasets.Dataset.from_dict(part) for name in ("train", "validation", "test")}
+    )
     whole.save_to_disk(str(tmp_path / "saved"))
     task = build("classify", data=tmp_path / "saved")
     assert [len(s) for s in (task.train, task.validation, task.test)] == [30, 30, 30]
     assert contents(task)[2][7] == ("row 7", "1")
-    datasets.Dataset.from_dict({"text": [f"document {i} " * 5 for i in range(40)]}).save_to_disk(str(tmp_path / "flat"))
+    datasets.Dataset.from_dict({"text": [f"document {i} " * 5 for i in range(40)]}).save_to_disk(
+        str(tmp_path / "flat")
+    )
     assert build("lm", data=tmp_path / "flat", length=32).kind == "causal-lm"
 
 
@@ -236,7 +261,9 @@ def test_documents_by_separator_by_file_and_by_size(tmp_path):
         sides[split] = sides.get(split, "") + piece
     assert sides["train"] + sides["validation"] + sides["test"] == text
     assert all(side.startswith("line") for side in sides.values()), "cut inside a line"
-    np.testing.assert_allclose([len(sides[s]) / len(text) for s in ("train", "validation", "test")], [0.8, 0.1, 0.1], atol=0.01)
+    np.testing.assert_allclose(
+        [len(sides[s]) / len(text) for s in ("train", "validation", "test")], [0.8, 0.1, 0.1], atol=0.01
+    )
 
     folder = tmp_path / "named"
     folder.mkdir()
@@ -253,7 +280,11 @@ def test_a_name_of_two_splits(tmp_path):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text\n")
     found = {split: [file.name for file in members] for split, members in files(tmp_path).items()}
-    assert found == {"train": ["a.txt", "test_plan.txt"], "validation": ["b.txt"], "test": ["train-notes.txt"]}
+    assert found == {
+        "train": ["a.txt", "test_plan.txt"],
+        "validation": ["b.txt"],
+        "test": ["train-notes.txt"],
+    }
     (tmp_path / "train_and_test.txt").write_text("text\n")
     with pytest.raises(DataError, match="train_and_test.txt: the name says train and test; rename it"):
         files(tmp_path)
@@ -292,13 +323,20 @@ def test_the_byte_tokenizer_and_its_shortcut_agree(tmp_path):
 
 
 def test_a_tokenizer_trained_on_the_data_counts_bytes_exactly(tmp_path):
-    text = "".join(f"the {w} of the {v}\n" for w in ("café", "house", "house") for v in ("north", "south") for _ in range(60))
+    text = "".join(
+        f"the {w} of the {v}\n"
+        for w in ("café", "house", "house")
+        for v in ("north", "south")
+        for _ in range(60)
+    )
     (tmp_path / "t.txt").write_text(text)
     task = build("lm", data=tmp_path / "t.txt", tokenizer="bpe:320", length=32)
     assert task.vocab_size <= 320 and task.tokenizer.backend_tokenizer.get_vocab_size() == task.vocab_size
     stream = task.train.table.flat("tokens")
     size = task.preprocess_logits_for_metrics.byte_lengths
-    assert int(size[torch.from_numpy(stream.astype(np.int64))].sum()) == len(task.tokenizer.decode(stream[1:-1]).encode())
+    assert int(size[torch.from_numpy(stream.astype(np.int64))].sum()) == len(
+        task.tokenizer.decode(stream[1:-1]).encode()
+    )
     with pytest.raises(ValueError, match="at least 261"):
         build("lm", data=tmp_path / "t.txt", tokenizer="bpe:100")
     with pytest.raises(DataError, match="must be 'bytes', 'bpe:SIZE', or a path"):
@@ -352,7 +390,8 @@ def test_a_cache_by_argument_and_two_processes_at_once(tmp_path):
         "print(int(task.train.flat('input_ids').astype('int64').sum()))"
     )
     both = [
-        subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "c")], stdout=subprocess.PIPE, text=True) for _ in range(2)
+        subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "c")], stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
     ]
     sums = {process.communicate()[0] for process in both}
     assert [process.returncode for process in both] == [0, 0] and len(sums) == 1
@@ -401,7 +440,12 @@ def put(folder: Path, name: str, content: bytes) -> Path:
         ("lm", "a.txt", b"", r"a\.txt: the file is empty"),
         ("lm", "a.txt", b"  \n \n", r"a\.txt: the file is empty"),
         ("lm", "a.txt", b"good\nb\xff\xfed\n", r"a\.txt:2: byte 0xff is not UTF-8"),
-        ("lm", "a.txt", "text".encode("utf-16"), r"a\.txt:1: byte 0xff is not UTF-8 \(UTF-16 by its first bytes\)"),
+        (
+            "lm",
+            "a.txt",
+            "text".encode("utf-16"),
+            r"a\.txt:1: byte 0xff is not UTF-8 \(UTF-16 by its first bytes\)",
+        ),
         ("lm", "a.txt", b"cut off \xe6\x9d", r"a\.txt:1: byte 0xe6 is not UTF-8"),
         ("lm", "a.txt.gz", b"not gzip at all", r"a\.txt\.gz: damaged \.gz file"),
         ("lm", "a.txt.xz", lzma.compress(b"x" * 99999)[:60], r"a\.txt\.xz: damaged \.xz file"),
@@ -424,7 +468,12 @@ def put(folder: Path, name: str, content: bytes) -> Path:
         ),
         ("classify", "a.tsv", b"text\tmark\nx\t1\n", r"a\.tsv:2: no column named label .* Pass label="),
         ("classify", "a.tsv", b"text\tlabel\n\xe9\t1\n", r"a\.tsv:2: byte 0xe9 is not UTF-8"),
-        ("classify", "a.tsv", b"text\tlabel\n \t1\ny\t0\n", r"a\.tsv:2: column 'text' must hold text; got ' '"),
+        (
+            "classify",
+            "a.tsv",
+            b"text\tlabel\n \t1\ny\t0\n",
+            r"a\.tsv:2: column 'text' must hold text; got ' '",
+        ),
         ("classify", "a.tsv", b"text\tlabel\nx\t\n", r"a\.tsv:2: column 'label' must hold a label"),
         ("classify", "a.tsv", b"text\tlabel\n" + b"x\t1\n" * 30, r"1 label\(s\) \['1'\]; two or more"),
         ("classify", "a.tsv", b"text\tlabel\nx\t1\ny\t0\n", "split has no rows"),

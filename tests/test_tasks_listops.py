@@ -93,7 +93,9 @@ def chi_square(first: Counter, second: Counter) -> float:
     """Two-sample statistic over its degrees of freedom: about 1 when both come from one distribution."""
     a, b = sum(first.values()), sum(second.values())
     keys = [key for key in first | second if first[key] + second[key] >= 20]
-    total = sum((first[k] * (b / a) ** 0.5 - second[k] * (a / b) ** 0.5) ** 2 / (first[k] + second[k]) for k in keys)
+    total = sum(
+        (first[k] * (b / a) ** 0.5 - second[k] * (a / b) ** 0.5) ** 2 / (first[k] + second[k]) for k in keys
+    )
     return total / (len(keys) - 1)
 
 
@@ -109,9 +111,15 @@ def test_statistics_equal_the_published_procedure(drawn):
     assert_same_mean(lengths, expected)
     assert chi_square(*(Counter(length // 250 for length in side) for side in (lengths, expected))) < 3.5
     ours_shape, theirs_shape = [shape(tree) for tree, _ in drawn[:3_000]], [shape(tree) for tree in theirs]
-    for measure in (lambda s: s[1], lambda s: len(s[2]), lambda s: sum(s[2]) / len(s[2])):  # depth, operators, arguments
+    for measure in (
+        lambda s: s[1],
+        lambda s: len(s[2]),
+        lambda s: sum(s[2]) / len(s[2]),
+    ):  # depth, operators, arguments
         assert_same_mean([measure(s) for s in ours_shape], [measure(s) for s in theirs_shape])
-    assert chi_square(Counter(s[2][-1] for s in ours_shape), Counter(s[2][-1] for s in theirs_shape)) < 3  # arguments of the root
+    assert (
+        chi_square(Counter(s[2][-1] for s in ours_shape), Counter(s[2][-1] for s in theirs_shape)) < 3
+    )  # arguments of the root
     assert chi_square(Counter(value for _, value in drawn), Counter(map(evaluate, theirs))) < 3
 
 
@@ -132,7 +140,11 @@ def test_task_is_built_once_and_reads_back_its_own_published_form(tmp_path):
     assert rows != [other.train[i]["input_ids"].tolist() for i in range(300)]
     assert max(map(len, rows)) <= 64 and min(map(len, rows)) > 16
     assert CLOSE + 5 in rows[0], "the brackets must stay in the input"
-    everything = [tuple(s[i]["input_ids"].tolist()) for s in (task.train, task.validation, task.test) for i in range(len(s))]
+    everything = [
+        tuple(s[i]["input_ids"].tolist())
+        for s in (task.train, task.validation, task.test)
+        for i in range(len(s))
+    ]
     assert len(set(everything)) == 380, "an example is in two splits"
 
     folder = tmp_path / "tsv"

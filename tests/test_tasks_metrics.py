@@ -7,18 +7,30 @@ import numpy as np
 import pytest
 import torch
 
-from cosformer.tasks.metrics import LanguageMetrics, Seq2SeqMetrics, TokenScores, class_choice, classification, token_choice
+from cosformer.tasks.metrics import (
+    LanguageMetrics,
+    Seq2SeqMetrics,
+    TokenScores,
+    class_choice,
+    classification,
+    token_choice,
+)
 
 
 def predicted(predictions, labels=None):
-    return SimpleNamespace(predictions=np.asarray(predictions), label_ids=None if labels is None else np.asarray(labels))
+    return SimpleNamespace(
+        predictions=np.asarray(predictions), label_ids=None if labels is None else np.asarray(labels)
+    )
 
 
 def test_perplexity_and_bits_per_byte_by_hand():
     # Three tokens; probabilities given to the right one: 1/2, 1/4 (and 1/2 elsewhere), at positions the labels shift to.
     logits = torch.log(
         torch.tensor(
-            [[[0.25, 0.25, 0.5], [0.25, 0.5, 0.25], [1 / 3, 1 / 3, 1 / 3]], [[0.1, 0.8, 0.1], [0.2, 0.2, 0.6], [1 / 3] * 3]]
+            [
+                [[0.25, 0.25, 0.5], [0.25, 0.5, 0.25], [1 / 3, 1 / 3, 1 / 3]],
+                [[0.1, 0.8, 0.1], [0.2, 0.2, 0.6], [1 / 3] * 3],
+            ]
         )
     )
     labels = torch.tensor([[0, 2, 0], [1, -100, 2]])  # asked at t = 1, 2 of row 0 and t = 2 of row 1
@@ -62,14 +74,24 @@ def test_seq2seq_metrics_tell_teacher_forcing_from_generation():
     labels = [[5, 6, 7, 8, 9, 2], [5, 6, 2, -100, -100, -100]]
     logits = torch.nn.functional.one_hot(torch.tensor([[5, 6, 7, 8, 6, 2], [5, 6, 2, 9, 9, 9]]), 10).float()
     forced = token_choice((logits, None), torch.tensor(labels))
-    assert metrics(predicted(forced, labels)) == {"token_accuracy": pytest.approx(8 / 9), "sequence_accuracy": 0.5}
+    assert metrics(predicted(forced, labels)) == {
+        "token_accuracy": pytest.approx(8 / 9),
+        "sequence_accuracy": 0.5,
+    }
     generated = torch.tensor([[1, 5, 6, 7, 8, 9, 2], [1, 5, 6, 2, 0, 0, 0]])
     assert token_choice(generated, None) is generated
     perfect = metrics(predicted(generated, labels))
-    assert perfect["sequence_accuracy"] == 1.0 and perfect["bleu"] == pytest.approx(100) and perfect["chrf"] == pytest.approx(100)
+    assert (
+        perfect["sequence_accuracy"] == 1.0
+        and perfect["bleu"] == pytest.approx(100)
+        and perfect["chrf"] == pytest.approx(100)
+    )
     # One sentence, five words, the last wrong: precisions 4/5, 3/4, 2/3, 1/2, no brevity penalty.
     worse = metrics(predicted([[1, 5, 6, 7, 8, 6, 2]], labels[:1]))
-    assert worse["bleu"] == pytest.approx(100 * (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25) and worse["sequence_accuracy"] == 0.0
+    assert (
+        worse["bleu"] == pytest.approx(100 * (4 / 5 * 3 / 4 * 2 / 3 * 1 / 2) ** 0.25)
+        and worse["sequence_accuracy"] == 0.0
+    )
     assert 0 < worse["chrf"] < 100
 
 
@@ -80,11 +102,19 @@ def test_evaluation_by_the_trainer_gives_the_same_numbers(tmp_path):
     from cosformer.tasks import build
 
     (tmp_path / "t.txt").write_text("".join(f"line {i} says {i * i}\n" for i in range(400)))
-    task = build("lm", data=tmp_path / "t.txt", length=32, stride=8, holdout=0.1, cache=tmp_path / "c", isolate=False)
+    task = build(
+        "lm", data=tmp_path / "t.txt", length=32, stride=8, holdout=0.1, cache=tmp_path / "c", isolate=False
+    )
     torch.manual_seed(0)
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=task.vocab_size, n_positions=32, n_embd=16, n_layer=1, n_head=2)).eval()
+    model = GPT2LMHeadModel(
+        GPT2Config(vocab_size=task.vocab_size, n_positions=32, n_embd=16, n_layer=1, n_head=2)
+    ).eval()
     arguments = TrainingArguments(
-        output_dir=str(tmp_path / "o"), per_device_eval_batch_size=7, report_to=[], use_cpu=True, disable_tqdm=True
+        output_dir=str(tmp_path / "o"),
+        per_device_eval_batch_size=7,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
     )
     trainer = Trainer(
         model=model,

@@ -30,7 +30,9 @@ def label_by_geometry(dashes, discs, margin, shuffle):
     return int(marked[0] == marked[1]), curve
 
 
-@pytest.mark.parametrize("size, difficulty", [(32, "easy"), (32, "hard"), (128, "intermediate"), (300, "hard")])
+@pytest.mark.parametrize(
+    "size, difficulty", [(32, "easy"), (32, "hard"), (128, "intermediate"), (300, "hard")]
+)
 def test_label_recomputed_from_the_geometry(size, difficulty):
     drawing = replace(DRAWINGS[size], dashes=DIFFICULTY[difficulty])
     made = sketch(np.random.default_rng(0), 150, drawing)
@@ -54,14 +56,18 @@ def test_dashes_keep_their_distance_and_stay_inside():
         points = drawn[:, None, 0] * (1 - fractions) + drawn[:, None, 1] * fractions
         assert points.min() >= drawing.padding and points.max() <= drawing.window - 1 - drawing.padding
         apart = np.linalg.norm(points[:, None, :, None] - points[None, :, None], axis=-1).min((2, 3))
-        assert apart[curve[:, None] != curve[None]].min() > 2 * margin, "curves must be further apart than the dashes of one"
+        assert apart[curve[:, None] != curve[None]].min() > 2 * margin, (
+            "curves must be further apart than the dashes of one"
+        )
         np.testing.assert_allclose(np.linalg.norm(drawn[:, 1] - drawn[:, 0], axis=1), drawing.dash, rtol=1e-4)
 
 
 def test_turns_are_smaller_the_higher_the_continuity():
     spread = []
     for continuity in (1.0, 1.8, 4.0):
-        open_field = replace(DRAWINGS[300], continuity=continuity, window=4000, seed_distance=900)  # nothing in the way
+        open_field = replace(
+            DRAWINGS[300], continuity=continuity, window=4000, seed_distance=900
+        )  # nothing in the way
         made = sketch(np.random.default_rng(3), 80, open_field)
         heading = made.dashes[:, :28, 1] - made.dashes[:, :28, 0]
         angle = np.arctan2(heading[..., 1], heading[..., 0])
@@ -83,7 +89,10 @@ def test_pixels_show_the_drawing():
         x, y = np.round(discs).astype(int).T
         assert (image[y, x] == 255).all(), "a disc is not white"
         rows, columns = np.mgrid[:64, :64]
-        points = drawn[:, None, 0] * (1 - np.linspace(0, 1, 6)[:, None]) + drawn[:, None, 1] * np.linspace(0, 1, 6)[:, None]
+        points = (
+            drawn[:, None, 0] * (1 - np.linspace(0, 1, 6)[:, None])
+            + drawn[:, None, 1] * np.linspace(0, 1, 6)[:, None]
+        )
         points = np.concatenate([points.reshape(-1, 2), discs])
         away = np.hypot(columns[..., None] - points[:, 0], rows[..., None] - points[:, 1]).min(-1)
         assert image[away > drawing.radius + 1.5].max() == 0, "light where nothing was drawn"

@@ -17,7 +17,10 @@ MODES = [{}, {"causal": True}, {"decay": True}, {"causal": True, "decay": True}]
 def attend(backend, mode):
     options = {"horizon": 100, "backend": backend, "causal": mode.get("causal", False)}
     if "decay" in mode:
-        return lambda q, k, v, d: cosformer_attention(q, k, v, decay=d, **options), (*inputs(L=50, S=50), torch.rand(2, 4, 50))
+        return lambda q, k, v, d: cosformer_attention(q, k, v, decay=d, **options), (
+            *inputs(L=50, S=50),
+            torch.rand(2, 4, 50),
+        )
     return lambda q, k, v: cosformer_attention(q, k, v, **options), inputs(L=50, S=50)
 
 
@@ -25,7 +28,10 @@ def attend(backend, mode):
 def test_compile(backend, mode):
     f, tensors = attend(backend, mode)
     torch._dynamo.reset()
-    (a, grads), (b, compiled) = value_and_grads(f, tensors), value_and_grads(torch.compile(f, fullgraph=True), tensors)
+    (a, grads), (b, compiled) = (
+        value_and_grads(f, tensors),
+        value_and_grads(torch.compile(f, fullgraph=True), tensors),
+    )
     for x, y in zip((b, *compiled), (a, *grads), strict=True):
         torch.testing.assert_close(x, y)
 
@@ -33,7 +39,9 @@ def test_compile(backend, mode):
 def test_compile_a_stream(backend):
     torch._dynamo.reset()
     q, k, v = inputs(L=30, S=30)
-    step = torch.compile(lambda q, k, v, s: cosformer_stream(q, k, v, s, horizon=100, backend=backend), fullgraph=True)
+    step = torch.compile(
+        lambda q, k, v, s: cosformer_stream(q, k, v, s, horizon=100, backend=backend), fullgraph=True
+    )
     state, outs = State(torch.zeros(2, 4, 12, 6)), []
     for t in range(0, 30, 6):
         out, state = step(q[:, :, t : t + 6], k[:, :, t : t + 6], v[:, :, t : t + 6], state)
@@ -78,7 +86,9 @@ def test_vmap_over_a_stream(backend):
     _, state = cosformer_stream(q, k, v, horizon=99, backend=backend)
 
     def step(q, k, v, tensor):
-        out, after = cosformer_stream(q[None], k[None], v[None], State(tensor[None], 20), horizon=99, backend=backend)
+        out, after = cosformer_stream(
+            q[None], k[None], v[None], State(tensor[None], 20), horizon=99, backend=backend
+        )
         return out[0], after.tensor[0]
 
     out, tensor = torch.func.vmap(step)(q, k, v, state.tensor)
@@ -90,17 +100,23 @@ def test_vmap_over_a_stream(backend):
 def test_vmap_refuses_what_it_cannot_do():
     q, k, v = inputs(L=9, S=9)
     with pytest.raises(NotImplementedError, match="one rate per head; give one per position"):
-        torch.func.vmap(lambda q, d: cosformer_attention(q[None], q[None], q[None], decay=d))(q, torch.rand(2, 4))
+        torch.func.vmap(lambda q, d: cosformer_attention(q[None], q[None], q[None], decay=d))(
+            q, torch.rand(2, 4)
+        )
     with pytest.raises(NotImplementedError, match="packed sequences"):
         cu = torch.tensor([0, 9])
-        torch.func.vmap(lambda q: cosformer_attention(q[None], q[None], q[None], cu_seqlens=cu, horizon=20))(q)
+        torch.func.vmap(lambda q: cosformer_attention(q[None], q[None], q[None], cu_seqlens=cu, horizon=20))(
+            q
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_autocast(dtype):
     q, k, v = inputs(L=50, S=50)
     with torch.autocast("cpu", dtype=dtype):
-        out, grads = value_and_grads(lambda q, k, v: cosformer_attention(q, k.to(dtype), v, horizon=60), (q, k, v))
+        out, grads = value_and_grads(
+            lambda q, k, v: cosformer_attention(q, k.to(dtype), v, horizon=60), (q, k, v)
+        )
     assert torch.equal(out, cosformer_attention(q.to(dtype), k.to(dtype), v.to(dtype), horizon=60))
     assert all(g.dtype == torch.float32 for g in grads)
 

@@ -34,10 +34,21 @@ def here(tmp_path, monkeypatch):
 
 
 def run_of(task="copy", out="run", **changes) -> train.Run:
-    training = {"max_steps": 6, "eval_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 4, "report_to": []}
+    training = {
+        "max_steps": 6,
+        "eval_steps": 2,
+        "logging_steps": 1,
+        "per_device_train_batch_size": 4,
+        "report_to": [],
+    }
     settings = changes.pop("task_settings", COPY if task == "copy" else {})
     return train.Run(
-        task=task, out=out, size="toy", task_settings=settings, training=training | changes.pop("training", {}), **changes
+        task=task,
+        out=out,
+        size="toy",
+        task_settings=settings,
+        training=training | changes.pop("training", {}),
+        **changes,
     )
 
 
@@ -89,7 +100,11 @@ def whole(tmp_path_factory):
 def test_a_run_leaves_everything_behind():
     result = go()
     assert steps() == [1, 2, 3, 4, 5, 6] and steps(key="eval_accuracy") == [2, 4, 6]
-    best = max((row["eval_accuracy"], -row["step"]) for row in read(Path("run/metrics.jsonl")) if "eval_accuracy" in row)
+    best = max(
+        (row["eval_accuracy"], -row["step"])
+        for row in read(Path("run/metrics.jsonl"))
+        if "eval_accuracy" in row
+    )
     assert (result["validation"]["accuracy"], result["best_step"]) == (best[0], -best[1])
     assert checkpoints() == sorted({f"checkpoint-{result['best_step']}", "checkpoint-6"} | set(checkpoints()))
     assert len(checkpoints()) == 2
@@ -108,11 +123,17 @@ def test_the_best_stays_although_later_ones_are_worse(monkeypatch):
     build = tasks.build
 
     def scored(name, **settings):
-        return dataclasses.replace(build(name, **settings), compute_metrics=lambda _: {"accuracy": next(scores)})
+        return dataclasses.replace(
+            build(name, **settings), compute_metrics=lambda _: {"accuracy": next(scores)}
+        )
 
     monkeypatch.setattr(tasks, "build", scored)
     result = go(run_of(training={"eval_steps": 1, "save_steps": 3}))  # the best is no multiple of save_steps
-    assert result["best_step"] == 2 and checkpoints() == ["checkpoint-2", "checkpoint-6"] and same("run", "run/checkpoint-2")
+    assert (
+        result["best_step"] == 2
+        and checkpoints() == ["checkpoint-2", "checkpoint-6"]
+        and same("run", "run/checkpoint-2")
+    )
 
 
 def test_tensorboard_files_are_written():
@@ -122,7 +143,9 @@ def test_tensorboard_files_are_written():
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     files = [EventAccumulator(str(path)).Reload() for path in Path("run").rglob("events.out.tfevents*")]
-    (found,) = (file for file in files if "train/loss" in file.Tags()["scalars"])  # the final scores have a file of their own
+    (found,) = (
+        file for file in files if "train/loss" in file.Tags()["scalars"]
+    )  # the final scores have a file of their own
     assert [event.step for event in found.Scalars("train/loss")] == [1, 2, 3, 4, 5, 6]
     assert [event.step for event in found.Scalars("eval/accuracy")] == [2, 4, 6]
 
@@ -142,7 +165,9 @@ def test_evaluation_leaves_no_example_out():
     trainer = train.trainer_of(run, task, train.new_model(run, task, start=None), [])
     assert sum(len(batch["input_ids"]) for batch in trainer.get_train_dataloader()) == 8
     assert sum(len(batch["input_ids"]) for batch in trainer.get_eval_dataloader()) == 7
-    run = run_of(task_settings={"length": 8, "examples": [3, 2, 2]}, out="few")  # less than a batch: nothing is dropped
+    run = run_of(
+        task_settings={"length": 8, "examples": [3, 2, 2]}, out="few"
+    )  # less than a batch: nothing is dropped
     assert go(run)["steps"] == 6
 
 
@@ -152,22 +177,32 @@ def test_evaluation_leaves_no_example_out():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(number, whole):
     handlers = [signal.getsignal(n) for n in Interrupt.signals]
-    with pytest.raises(train.Interrupted, match=f"interrupted by {number.name} at step 3; --resume goes on from run/checkpoint-3"):
+    with pytest.raises(
+        train.Interrupted,
+        match=f"interrupted by {number.name} at step 3; --resume goes on from run/checkpoint-3",
+    ):
         go(watch=Signal(3, number))
     assert "checkpoint-3" in checkpoints() and not Path("run/result.json").exists()
     assert handlers == [signal.getsignal(n) for n in Interrupt.signals]
     result, want = go(resume=True), json.loads((whole / "result.json").read_text())
     assert same("run", whole) and same("run/checkpoint-6", whole / "checkpoint-6")
     assert steps() == [1, 2, 3, 4, 5, 6] and steps(key="eval_accuracy") == [2, 4, 6]
-    assert {k: v for k, v in result.items() if k != "seconds"} == {k: v for k, v in want.items() if k != "seconds"}
-    losses = [[row["loss"] for row in read(Path(out) / "metrics.jsonl") if "loss" in row] for out in ("run", whole)]
+    assert {k: v for k, v in result.items() if k != "seconds"} == {
+        k: v for k, v in want.items() if k != "seconds"
+    }
+    losses = [
+        [row["loss"] for row in read(Path(out) / "metrics.jsonl") if "loss" in row] for out in ("run", whole)
+    ]
     assert losses[0] == losses[1]
 
 
 def test_batches_of_like_length_and_a_batch_norm_go_on_as_well():
     """They have a state of their own: the order that was drawn, and what the norm has seen."""
     options = {"task": "listops", "task_settings": LISTOPS, "model_fields": {"pooling": "normed-mean"}}
-    options["training"] = {"train_sampling_strategy": "group_by_length", "max_steps": 10}  # six steps are an epoch
+    options["training"] = {
+        "train_sampling_strategy": "group_by_length",
+        "max_steps": 10,
+    }  # six steps are an epoch
     go(run_of(out="whole", **options))
     for stop in (3, 8):
         with pytest.raises(train.Interrupted):
@@ -248,11 +283,18 @@ def test_a_folder_in_use_is_refused():
     with pytest.raises(train.Interrupted):
         go(watch=Signal(1))
     before = checkpoints()
-    with pytest.raises(train.SettingsError, match="run already holds a run; go on with --resume, or choose another --out"):
+    with pytest.raises(
+        train.SettingsError, match="run already holds a run; go on with --resume, or choose another --out"
+    ):
         go()
-    with pytest.raises(train.SettingsError, match="run holds another run: its mixer is 'cosformer', not 'softmax'; .*--start run"):
+    with pytest.raises(
+        train.SettingsError,
+        match="run holds another run: its mixer is 'cosformer', not 'softmax'; .*--start run",
+    ):
         go(run_of(mixer="softmax"), resume=True)
-    with pytest.raises(train.SettingsError, match="run was trained with 4 examples a step, now it would be 2; .*must be 4"):
+    with pytest.raises(
+        train.SettingsError, match="run was trained with 4 examples a step, now it would be 2; .*must be 4"
+    ):
         go(run_of(training={"per_device_train_batch_size": 2}), resume=True)
     assert checkpoints() == before
     Path("run").rename("moved")
@@ -263,7 +305,10 @@ def test_a_folder_in_use_is_refused():
 def test_checkpoints_of_something_else_are_left_alone():
     Path("run/checkpoint-500").mkdir(parents=True)
     for resume in (False, True):
-        with pytest.raises(train.SettingsError, match="run holds checkpoints of something else .there is no run.json.; choose"):
+        with pytest.raises(
+            train.SettingsError,
+            match="run holds checkpoints of something else .there is no run.json.; choose",
+        ):
             go(resume=resume)
     assert Path("run/checkpoint-500").is_dir() and not Path("run/run.json").exists()
 
@@ -278,16 +323,24 @@ def test_a_signal_in_the_last_evaluation_stops_what_would_come_after(whole):
                 self.times += 1
                 os.kill(os.getpid(), signal.SIGINT)
 
-    with pytest.raises(train.Interrupted, match="interrupted by SIGINT after the last step; the run in run is complete"):
+    with pytest.raises(
+        train.Interrupted, match="interrupted by SIGINT after the last step; the run in run is complete"
+    ):
         go(watch=Late())
     assert same("run", whole) and go(resume=True)["steps"] == 6
 
 
 def test_a_batch_norm_wants_more_than_one_text():
     run = run_of(
-        "listops", task_settings=LISTOPS, model_fields={"pooling": "normed-mean"}, training={"per_device_train_batch_size": 1}
+        "listops",
+        task_settings=LISTOPS,
+        model_fields={"pooling": "normed-mean"},
+        training={"per_device_train_batch_size": 1},
     )
-    with pytest.raises(train.SettingsError, match="normed-mean normalises over a batch; --per_device_train_batch_size must be 2"):
+    with pytest.raises(
+        train.SettingsError,
+        match="normed-mean normalises over a batch; --per_device_train_batch_size must be 2",
+    ):
         go(run)
 
 
@@ -296,7 +349,11 @@ def test_a_classifier_is_not_scored_on_other_labels(capsys):
         rows = [f"text {i} is {labels[i % len(labels)]},{labels[i % len(labels)]}" for i in range(40)]
         Path(name).write_text("\n".join(["text,label", *rows]))
 
-    table("two.csv", "neg", "pos"), table("three.csv", "neg", "neutral", "pos"), table("other.csv", "bad", "good")
+    (
+        table("two.csv", "neg", "pos"),
+        table("three.csv", "neg", "neutral", "pos"),
+        table("other.csv", "bad", "good"),
+    )
     go(run_of("classify", task_settings={"data": "two.csv", "length": 16, "holdout": 0.2}))
     for data, labels in (("three.csv", "neg, neutral, pos"), ("other.csv", "bad, good")):
         with pytest.raises(SystemExit):
@@ -307,9 +364,21 @@ def test_a_classifier_is_not_scored_on_other_labels(capsys):
 
 
 def test_texts_that_are_cut_are_counted(capsys):
-    Path("long.csv").write_text("text,label\n" + "\n".join(f"{'long ' * (1 + i % 10)},{i % 2}" for i in range(100)))
-    train.train(run_of("classify", task_settings={"data": "long.csv", "length": 32, "holdout": 0.2}, training={"max_steps": 1}))
-    full = int(re.search(r"(\d+) training texts reach 32 tokens, where longer ones are cut", capsys.readouterr().out).group(1))
+    Path("long.csv").write_text(
+        "text,label\n" + "\n".join(f"{'long ' * (1 + i % 10)},{i % 2}" for i in range(100))
+    )
+    train.train(
+        run_of(
+            "classify",
+            task_settings={"data": "long.csv", "length": 32, "holdout": 0.2},
+            training={"max_steps": 1},
+        )
+    )
+    full = int(
+        re.search(
+            r"(\d+) training texts reach 32 tokens, where longer ones are cut", capsys.readouterr().out
+        ).group(1)
+    )
     assert 15 < full < 33  # 4 in 10 of about 60
 
 
@@ -317,7 +386,9 @@ def test_another_spread_of_the_same_batch_goes_on(whole):
     with pytest.raises(train.Interrupted):
         go(watch=Signal(2))
     go(run_of(training={"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}), resume=True)
-    a, b = ([row["loss"] for row in read(Path(out) / "metrics.jsonl") if "loss" in row] for out in ("run", whole))
+    a, b = (
+        [row["loss"] for row in read(Path(out) / "metrics.jsonl") if "loss" in row] for out in ("run", whole)
+    )
     assert a == pytest.approx(b, abs=1e-5)
 
 
@@ -336,7 +407,9 @@ def test_a_nan_stops_and_leaves_the_last_good_checkpoint(monkeypatch, what):
     with monkeypatch.context() as patch, pytest.raises(train.Stopped, match=said):
         patch.setattr(loop.Loop, name, spoil)
         go()
-    assert checkpoints()[-1] == "checkpoint-4" and all(tensor.isfinite().all() for tensor in weights("run/checkpoint-4").values())
+    assert checkpoints()[-1] == "checkpoint-4" and all(
+        tensor.isfinite().all() for tensor in weights("run/checkpoint-4").values()
+    )
     assert go(run_of(out="again", start="run/checkpoint-4"))["steps"] == 6
 
 
@@ -346,7 +419,9 @@ def test_weights_that_are_not_finite_are_never_saved():
             if state.global_step == 4:
                 torch.nn.init.constant_(next(model.parameters()).data[:1, :1], float("inf"))
 
-    with pytest.raises(train.Stopped, match="weights are not finite after step 4; start again from run/checkpoint-2"):
+    with pytest.raises(
+        train.Stopped, match="weights are not finite after step 4; start again from run/checkpoint-2"
+    ):
         go(watch=Spoil())
     assert checkpoints() == ["checkpoint-2"]
     with pytest.raises(train.Stopped, match="weights are not finite after step 6"):  # nor as the run's model
@@ -354,13 +429,19 @@ def test_weights_that_are_not_finite_are_never_saved():
     assert not Path("b/model.safetensors").exists()
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.pt", "trainer_state.json", "metrics.jsonl", "result.json"])
+@pytest.mark.parametrize(
+    "file", ["model.safetensors", "optimizer.pt", "trainer_state.json", "metrics.jsonl", "result.json"]
+)
 def test_a_full_disk_stops_with_a_word_and_the_run_goes_on_later(monkeypatch, file, whole):
     """The write of one file fails halfway, from step 4 on."""
     full = True
 
     def fails(path) -> bool:
-        return full and file in str(path) and ("4" in str(path) or (len(checkpoints_of()) > 0 and "checkpoint" not in str(path)))
+        return (
+            full
+            and file in str(path)
+            and ("4" in str(path) or (len(checkpoints_of()) > 0 and "checkpoint" not in str(path)))
+        )
 
     def checkpoints_of():
         return list(Path("run").glob("checkpoint-*/complete"))
@@ -432,11 +513,36 @@ def test_the_command_line_wins_over_a_recipe():
     assert recipe["training"] == {"max_steps": 7, "seed": 2} and recipe["pretrain"] == {"max_steps": 3}
     assert recipe["out"] == "runs/listops-softmax"
     said = merged(
-        *("--recipe", "r.toml", "--mixer", "elu", "--length", "32", "--max_steps", "9", "--learning-rate", "1e-2", "--out", "x"),
-        *("--set", "task.depth=3", "--set", "model.pooling=mean", "--set", "pretrain.seed=5", "--set", "train.bf16=false"),
+        *(
+            "--recipe",
+            "r.toml",
+            "--mixer",
+            "elu",
+            "--length",
+            "32",
+            "--max_steps",
+            "9",
+            "--learning-rate",
+            "1e-2",
+            "--out",
+            "x",
+        ),
+        *(
+            "--set",
+            "task.depth=3",
+            "--set",
+            "model.pooling=mean",
+            "--set",
+            "pretrain.seed=5",
+            "--set",
+            "train.bf16=false",
+        ),
     )
     assert (said["mixer"], said["size"], said["out"]) == ("elu", "small", "x")
-    assert said["task_settings"] == {"length": 32, "depth": 3} and said["pretrain"] == {"max_steps": 3, "seed": 5}
+    assert said["task_settings"] == {"length": 32, "depth": 3} and said["pretrain"] == {
+        "max_steps": 3,
+        "seed": 5,
+    }
     assert said["training"] == {"max_steps": 9, "seed": 2, "learning_rate": 0.01, "bf16": False}
     assert said["model_fields"] == {"hidden_dropout_prob": 0.1, "pooling": "mean"}
     assert merged("copy", "--recipe", "r.toml")["task"] == "copy"
@@ -466,12 +572,18 @@ def test_the_command_line_wins_over_a_recipe():
         (["copy", "--set", "model.hiden_size=8"], "model has no field 'hiden_size'; see CosformerConfig"),
         (["copy", "--set", "model.decay=often"], "model 'cosformer': .*decay"),
         (["copy", "--eval_strategy", "sometimes"], "eval_strategy: invalid choice: 'sometimes'|sometimes"),
-        (["copy", "--load_best_model_at_end", "--save_strategy", "no"], "training arguments: .*load_best_model_at_end"),
+        (
+            ["copy", "--load_best_model_at_end", "--save_strategy", "no"],
+            "training arguments: .*load_best_model_at_end",
+        ),
         (["copy", "--optim", "gradient_ascent"], "gradient_ascent"),
         (["copy", "--eval-examples", "0"], "eval_examples is 0; it must be at least 1"),
         (["lm", "--data", "missing.txt"], "missing.txt"),
         (["text"], "task 'text' needs data=...: it cannot be generated"),
-        (["copy", "--pretrain-first", "--set", "task.examples=[8,4,4]"], "pretrain: self-pretraining takes a classification task"),
+        (
+            ["copy", "--pretrain-first", "--set", "task.examples=[8,4,4]"],
+            "pretrain: self-pretraining takes a classification task",
+        ),
         (["copy", "--start", "nowhere"], "nowhere holds no model"),
         (["copy", "--recipe", "missing.toml"], "recipe missing.toml: there is no such file"),
     ],
@@ -494,7 +606,10 @@ def test_what_cannot_be_ends_in_one_line(argv, said, capsys):
         ("mixr = 'x'", "unknown 'mixr'"),
         ("task = 'lm'", "unknown 'task'; it may have"),
         ("[task]\nname = 'copy'\n[train]\nmax_step = 1", "'max_step' is no argument of transformers'"),
-        ("[task]\nname = 'copy'\n[train]\nlearning_rate = '1e-3'", "learning_rate is '1e-3'; it must be float"),
+        (
+            "[task]\nname = 'copy'\n[train]\nlearning_rate = '1e-3'",
+            "learning_rate is '1e-3'; it must be float",
+        ),
         ("[task]\nname = 'copy'\n[train]\nmax_steps = 2.5", "max_steps is 2.5; it must be int"),
         ("mixer = 3\n[task]\nname = 'copy'", "mixer is 3; it must be str"),
         ("[task]\nname = 'copy'\nlenght = 3", "task 'copy' has no setting 'lenght'"),
@@ -531,7 +646,13 @@ def test_every_task_trains_and_evaluate_finds_the_same_scores(name, tmp_path, ca
     settings = dict(SETTINGS[name])
     if "data" in settings:
         settings["data"] = str(settings["data"](tmp_path / "data"))
-    run = run_of(name, task_settings=settings, training={"max_steps": 2, "eval_steps": 1}, eval_examples=4, test_examples=6)
+    run = run_of(
+        name,
+        task_settings=settings,
+        training={"max_steps": 2, "eval_steps": 1},
+        eval_examples=4,
+        test_examples=6,
+    )
     result = go(run)
     assert result["steps"] == 2 and result["metric"] in result["test"], result
     capsys.readouterr()
@@ -563,7 +684,11 @@ def test_finetuning_starts_from_the_saved_body(pretrained, capsys):
     task = tasks.build("classify", **SETTINGS["classify"])
     run = run_of("classify", out="fine", task_settings=SETTINGS["classify"], start=pretrained)
     body, model = weights(pretrained), train.new_model(run, task, start=pretrained)
-    loaded = {name: tensor for name, tensor in model.state_dict().items() if name in body and name.startswith("bert.")}
+    loaded = {
+        name: tensor
+        for name, tensor in model.state_dict().items()
+        if name in body and name.startswith("bert.")
+    }
     assert len(loaded) == sum(name.startswith("bert.") for name in body) > 20
     assert all(torch.equal(loaded[name], body[name]) for name in loaded)
     assert not same_as_new(loaded, run, task) and model.config.num_labels == 2
@@ -587,8 +712,12 @@ def test_a_start_that_cannot_be_is_refused(pretrained, capsys):
         return capsys.readouterr().err
 
     assert "mlm has 32 positions; --length 33 is more" in said("classify", "--length", "33")
-    assert "mlm has a vocabulary of 261, the task one of 300" in said("--length", "32", "--tokenizer", "bpe:300")
-    assert "mlm is a cosformer_encoder model; task 'lm' needs a cosformer model" in said("lm", "--length", "32")
+    assert "mlm has a vocabulary of 261, the task one of 300" in said(
+        "--length", "32", "--tokenizer", "bpe:300"
+    )
+    assert "mlm is a cosformer_encoder model; task 'lm' needs a cosformer model" in said(
+        "lm", "--length", "32"
+    )
     assert not Path("fine/run.json").exists()  # so that the folder is free for a better attempt
     with pytest.raises(SystemExit):
         evaluate.main([pretrained, "classify", "--length", "32"])
@@ -656,6 +785,8 @@ def test_masked_loss_is_a_mean_over_all_that_is_hidden():
     mean = model(**whole).loss
     torch.testing.assert_close(sum(part.loss for part in parts), mean)
     torch.testing.assert_close(BertForMaskedLM.forward(model, **whole).loss, mean, rtol=0, atol=0)
-    assert abs(sum(model(input_ids=i, labels=y).loss for i, y in zip(*one.values())) / 3 - mean) > 1e-4  # a mean of means is not
+    assert (
+        abs(sum(model(input_ids=i, labels=y).loss for i, y in zip(*one.values())) / 3 - mean) > 1e-4
+    )  # a mean of means is not
     loss, logits = model(**whole, return_dict=False)[:2]
     assert loss == mean and logits.shape == (3, 32, task.vocab_size)

@@ -26,14 +26,21 @@ from cosformer.train.progress import read
 STEPS = 6
 BATCH = 8
 LAYER = {"lm": "LlamaDecoderLayer", "mlm": "BertLayer", "classify": "BertLayer", "long": "BertLayer"}
-NAME = {"long": "classify"}  # with what looks at all rows of a batch, or of an epoch: a batch norm, batches of like length
+NAME = {
+    "long": "classify"
+}  # with what looks at all rows of a batch, or of an epoch: a batch norm, batches of like length
 TASKS = {
     "lm": {"length": 32, "data": "texts.jsonl"},  # rows of unequal length, packed
     "mlm": {"length": 32, "data": "texts.jsonl", "copies": 2},
     "classify": {"length": 24, "data": "rows.csv"},
     "long": {"length": 24, "data": "rows.csv"},
 }
-CLOSE = {"lm": 1e-5, "mlm": 1e-5, "classify": 1e-5, "long": 3e-4}  # a batch norm divides by the little in which texts differ
+CLOSE = {
+    "lm": 1e-5,
+    "mlm": 1e-5,
+    "classify": 1e-5,
+    "long": 3e-4,
+}  # a batch norm divides by the little in which texts differ
 
 
 def run_of(folder: Path, task: str, how: str, *, processes: int) -> train.Run:
@@ -41,7 +48,10 @@ def run_of(folder: Path, task: str, how: str, *, processes: int) -> train.Run:
     training = {"max_steps": STEPS, "logging_steps": 1, "eval_steps": 3, "seed": 3, "report_to": []}
     training |= {"per_device_train_batch_size": BATCH // processes, "learning_rate": 3e-3}
     if how == "fsdp":
-        training |= {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": [LAYER[task]]}}
+        training |= {
+            "fsdp": True,
+            "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": [LAYER[task]]},
+        }
     fields = {}
     if task == "long":
         fields["pooling"], training["train_sampling_strategy"] = "normed-mean", "group_by_length"
@@ -59,7 +69,12 @@ class Shards(TrainerCallback):
         parameters = list(model.parameters())
         held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in parameters)
         kinds = sorted({type(p).__name__ for p in parameters})
-        found = {"held": held, "all": sum(p.numel() for p in parameters), "kinds": kinds, "masks": torch.rand(1).item()}
+        found = {
+            "held": held,
+            "all": sum(p.numel() for p in parameters),
+            "kinds": kinds,
+            "masks": torch.rand(1).item(),
+        }
         (self.out / f"shards-{args.process_index}.json").write_text(json.dumps(found))
 
 
@@ -74,7 +89,15 @@ def work(folder: Path) -> None:
 
 def torchrun(*command: str) -> subprocess.Popen:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    program = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", *command]
+    program = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        *command,
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     return subprocess.Popen(program, env=environment, start_new_session=True, **pipes)
 
@@ -98,15 +121,21 @@ def losses(out: Path) -> dict[int, float]:
 
 def losses_are_those_of_one(folder, task, how):
     want = losses(folder / f"{task}-alone")
-    assert len(want) == STEPS and max(want.values()) - min(want.values()) > 1e-3  # the weights change, and so does the loss
+    assert (
+        len(want) == STEPS and max(want.values()) - min(want.values()) > 1e-3
+    )  # the weights change, and so does the loss
     assert losses(folder / f"{task}-{how}") == pytest.approx(want, abs=CLOSE[task])
 
 
 def scores_and_weights_are_those_of_one(folder, task, how):
-    got, want = (json.loads((folder / f"{task}-{name}" / "result.json").read_text()) for name in (how, "alone"))
+    got, want = (
+        json.loads((folder / f"{task}-{name}" / "result.json").read_text()) for name in (how, "alone")
+    )
     metric = want["metric"]
     assert got["test"][metric] == pytest.approx(want["test"][metric], rel=1e-4)
-    same = ("parameters", "steps", "best_step") + (("tokens",) if task in ("lm", "mlm") else ())  # others pad, each batch its way
+    same = ("parameters", "steps", "best_step") + (
+        ("tokens",) if task in ("lm", "mlm") else ()
+    )  # others pad, each batch its way
     assert [got[key] for key in same] == [want[key] for key in same]
     found = evaluate.evaluate(run_of(folder, task, "alone", processes=1), folder / f"{task}-{how}")
     for scores in (found, got["test"]):
@@ -121,7 +150,9 @@ def scores_and_weights_are_those_of_one(folder, task, how):
 
 
 def every_process_holds_its_share(folder, task, how):
-    first, second = (json.loads((folder / f"{task}-{how}" / f"shards-{i}.json").read_text()) for i in range(2))
+    first, second = (
+        json.loads((folder / f"{task}-{how}" / f"shards-{i}.json").read_text()) for i in range(2)
+    )
     assert first["masks"] != second["masks"]  # dropout hides other places in every process
     if how == "fsdp":
         assert first["kinds"] == ["DTensor"] and first["held"] + second["held"] == first["all"]

@@ -17,10 +17,17 @@ from cosformer.__main__ import main
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "train.md").read_text()
-COMMANDS = [line for block in re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S) for line in block.splitlines() if line]
+COMMANDS = [
+    line
+    for block in re.findall(r"^```sh\n(.*?)^```", PAGE, re.M | re.S)
+    for line in block.splitlines()
+    if line
+]
 ALONE, TOGETHER = ([c for c in COMMANDS if c.startswith("torchrun") is many] for many in (False, True))
 SMALL = ["--length", "32", "--test-examples", "2"]
-TOY = shlex.split("--size toy --max_steps 2 --per_device_train_batch_size 2 --eval-examples 2 --warmup_steps 0 --report_to none")
+TOY = shlex.split(
+    "--size toy --max_steps 2 --per_device_train_batch_size 2 --eval-examples 2 --warmup_steps 0 --report_to none"
+)
 SHARDED = importlib.util.find_spec("cosformer.train.sharded") is not None
 
 
@@ -49,10 +56,16 @@ def folder(tmp_path, monkeypatch):
     for name in ("my-texts", "other-texts"):
         Path(name).mkdir()
         for split in ("train", "valid", "test"):
-            Path(name, f"{split}.txt").write_text(f"The {split} text of {name}, not a long one, again.\n" * 20)
+            Path(name, f"{split}.txt").write_text(
+                f"The {split} text of {name}, not a long one, again.\n" * 20
+            )
     rows = [(f"number {i}", f"the {i}th one", "yes" if i % 3 else "no") for i in range(60)]
-    Path("reviews.csv").write_text("\n".join(["text,label", *(f"{a} was {c},{c}" for a, b, c in rows)]) + "\n")
-    Path("questions.tsv").write_text("\n".join(["first\tsecond\tsame", *("\t".join(row) for row in rows)]) + "\n")
+    Path("reviews.csv").write_text(
+        "\n".join(["text,label", *(f"{a} was {c},{c}" for a, b, c in rows)]) + "\n"
+    )
+    Path("questions.tsv").write_text(
+        "\n".join(["first\tsecond\tsame", *("\t".join(row) for row in rows)]) + "\n"
+    )
     Path("ours.toml").write_text(re.search(r"^```toml\n(.*?)^```", PAGE, re.M | re.S).group(1))
     shutil.copytree(ROOT / "recipes", "recipes")
     return tmp_path
@@ -71,11 +84,22 @@ def test_every_command_of_one_process(folder, monkeypatch, capsys):
 
 
 @pytest.mark.skipif(not SHARDED, reason="several processes: with cosformer.train.sharded")
-@pytest.mark.parametrize("command", TOGETHER, ids=lambda command: "-".join(re.findall(r"--(fsdp|nnodes)", command)) or "ddp")
+@pytest.mark.parametrize(
+    "command", TOGETHER, ids=lambda command: "-".join(re.findall(r"--(fsdp|nnodes)", command)) or "ddp"
+)
 def test_every_command_of_several_processes(folder, command):
     words = toy(shlex.split(command)[shlex.split(command).index("-m") + 1 :])
     words = [*words, "--data", "my-texts", "--tokenizer", "bytes", "--set", "model.num_attention_heads=2"]
     given = {**os.environ, "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", *words]
+    line = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        "-m",
+        *words,
+    ]
     made = subprocess.run(line, env=given, capture_output=True, text=True, timeout=120)
     assert made.returncode == 0, made.stderr[-2000:]

@@ -22,13 +22,32 @@ def run_of(out: Path):
 
     rows = out.parent / "rows.csv"
     if not rows.exists():
-        rows.write_text("\n".join(["text,label", *(f"{'good' if i % 3 else 'bad'} {i},{i % 3 > 0}" for i in range(50))]))
-    training = {"max_steps": STEPS, "save_steps": 1, "eval_steps": 1, "logging_steps": 3, "per_device_train_batch_size": 4}
-    training |= {"report_to": [], "seed": 1, "learning_rate": 1e-2}  # 40 rows to train on: two epochs and a half
+        rows.write_text(
+            "\n".join(["text,label", *(f"{'good' if i % 3 else 'bad'} {i},{i % 3 > 0}" for i in range(50))])
+        )
+    training = {
+        "max_steps": STEPS,
+        "save_steps": 1,
+        "eval_steps": 1,
+        "logging_steps": 3,
+        "per_device_train_batch_size": 4,
+    }
+    training |= {
+        "report_to": [],
+        "seed": 1,
+        "learning_rate": 1e-2,
+    }  # 40 rows to train on: two epochs and a half
     fields = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
     fields |= {"hidden_dropout_prob": 0.1}  # the state of the random numbers must come back, too
     settings = {"length": 8, "data": str(rows), "cache": str(out.parent / "cache")}
-    return train.Run(task="classify", out=str(out), size="toy", task_settings=settings, model_fields=fields, training=training)
+    return train.Run(
+        task="classify",
+        out=str(out),
+        size="toy",
+        task_settings=settings,
+        model_fields=fields,
+        training=training,
+    )
 
 
 def child(out: Path) -> tuple[int, int]:
@@ -107,7 +126,11 @@ def drive(folder: Path) -> None:
             halves += "half written []" not in states(out)
             print(f"kill {kills}: exit {code}, {states(out)}", flush=True)
         finish(out)
-    print(json.dumps({"runs": runs, "kills": kills, "half_written": halves, "failures": failures, "seconds": took}))
+    print(
+        json.dumps(
+            {"runs": runs, "kills": kills, "half_written": halves, "failures": failures, "seconds": took}
+        )
+    )
 
 
 def test_twenty_kills_and_every_run_ends_as_if_nothing_had_happened(tmp_path):
@@ -123,14 +146,19 @@ def test_twenty_kills_and_every_run_ends_as_if_nothing_had_happened(tmp_path):
     assert done.returncode == 0
     found = json.loads(done.stdout.splitlines()[-1])
     assert found["kills"] == KILLS and found["failures"] == 0, found
-    assert found["half_written"] > 0, "no kill met a checkpoint half written; the test is weaker than it should be"
+    assert found["half_written"] > 0, (
+        "no kill met a checkpoint half written; the test is weaker than it should be"
+    )
 
     whole, timed = tmp_path / "whole", ("seconds", "tokens_per_second")
     for out in (tmp_path / f"killed-{i}" for i in range(found["runs"])):
         for name in ("model.safetensors", f"checkpoint-{STEPS}/model.safetensors"):
             a, b = load_file(out / name), load_file(whole / name)
             assert all(torch.equal(a[key], b[key]) for key in b) and a.keys() == b.keys()
-        rows, want = ([{k: v for k, v in row.items() if k not in timed} for row in read(o / "metrics.jsonl")] for o in (out, whole))
+        rows, want = (
+            [{k: v for k, v in row.items() if k not in timed} for row in read(o / "metrics.jsonl")]
+            for o in (out, whole)
+        )
         assert rows == want
         a, b = (json.loads((o / "result.json").read_text()) for o in (out, whole))
         assert {k: a[k] for k in a if k not in timed} == {k: b[k] for k in b if k not in timed}

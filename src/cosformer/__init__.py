@@ -4,7 +4,14 @@ from .nn import CosformerAttention, MixerAttention
 from .ops import State, cosformer_attention, cosformer_stream
 
 __version__ = "0.1.0"
-__all__ = ["CosformerAttention", "MixerAttention", "State", "cosformer_attention", "cosformer_stream", "register"]
+__all__ = [
+    "CosformerAttention",
+    "MixerAttention",
+    "State",
+    "cosformer_attention",
+    "cosformer_stream",
+    "register",
+]
 
 
 def register() -> None:

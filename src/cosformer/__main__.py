@@ -35,7 +35,9 @@ def main() -> None:
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("cosformer"):
             raise
-        raise SystemExit(f"cosformer {verb}: {error.name} is missing; in the clone: pip install '.[train,report]'") from None
+        raise SystemExit(
+            f"cosformer {verb}: {error.name} is missing; in the clone: pip install '.[train,report]'"
+        ) from None
     module.main(sys.argv[2:])
 
 

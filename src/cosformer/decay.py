@@ -5,7 +5,9 @@ import math
 import torch
 from torch import Tensor, nn
 
-LARGEST_EXPONENT = 20.0  # a rate of e^20 / 4 already forgets everything; an infinite one would turn the running sum into NaN
+LARGEST_EXPONENT = (
+    20.0  # a rate of e^20 / 4 already forgets everything; an infinite one would turn the running sum into NaN
+)
 
 
 def ladder(heads: int, max_positions: int, *, device: torch.device | None = None) -> Tensor:

@@ -20,10 +20,16 @@ def load(directory: str | Path):
     directory = Path(directory)
     if not directory.is_dir():
         raise SystemExit(f"--model {directory}: there is no such directory")
-    needed = {"config": ["config.json"], "weights": ["*.safetensors"], "tokenizer": ["tokenizer*", "vocab*", "spiece.model"]}
+    needed = {
+        "config": ["config.json"],
+        "weights": ["*.safetensors"],
+        "tokenizer": ["tokenizer*", "vocab*", "spiece.model"],
+    }
     for what, patterns in needed.items():
         if not any(path for pattern in patterns for path in directory.glob(pattern)):
-            raise SystemExit(f"--model {directory}: no {what} in it ({', '.join(patterns)}); save_pretrained writes it")
+            raise SystemExit(
+                f"--model {directory}: no {what} in it ({', '.join(patterns)}); save_pretrained writes it"
+            )
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
@@ -51,7 +57,9 @@ def most_tokens(config) -> float:
         given = config.cosformer.get("horizon") if limited else None
         learned = limited and given is None  # it may have a vector for each of its positions
     horizon = (max_positions(config) if given is None else given) if limited else math.inf
-    reach = horizon if horizon == math.inf else int(horizon) + 1  # the first and the last token may lie a horizon apart
+    reach = (
+        horizon if horizon == math.inf else int(horizon) + 1
+    )  # the first and the last token may lie a horizon apart
     return min(reach, max_positions(config)) if learned else reach
 
 
@@ -64,12 +72,16 @@ def new_tokens(config, *, prompt: int, asked: int | None) -> int:
     """The number of tokens to write; SystemExit where there is no room for what was asked."""
     most, left = most_tokens(config), room(config, prompt=prompt)
     if left < 1:
-        raise SystemExit(f"--prompt has {prompt} tokens, but this model reads at most {most}; give a shorter one")
+        raise SystemExit(
+            f"--prompt has {prompt} tokens, but this model reads at most {most}; give a shorter one"
+        )
     if asked is None:
         return int(min(DEFAULT_NEW_TOKENS, left))
     if asked > left:
         where = "" if config.is_encoder_decoder else f"after a prompt of {prompt} tokens "
-        raise SystemExit(f"--max-new-tokens is {asked}, but {where}this model can write {left}: it reads at most {most} tokens")
+        raise SystemExit(
+            f"--max-new-tokens is {asked}, but {where}this model can write {left}: it reads at most {most} tokens"
+        )
     return asked
 
 
@@ -129,16 +141,32 @@ class Pieces:
 
 def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser("cosformer generate", description=__doc__)
-    parser.add_argument("--model", required=True, metavar="DIR", help="written by save_pretrained, with a tokenizer")
-    parser.add_argument("--prompt", required=True, help="the text to continue, or - to read it from standard input")
     parser.add_argument(
-        "--max-new-tokens", type=int, help=f"default: {DEFAULT_NEW_TOKENS}, or fewer where the model's horizon leaves less room"
+        "--model", required=True, metavar="DIR", help="written by save_pretrained, with a tokenizer"
     )
     parser.add_argument(
-        "--temperature", type=float, default=0.0, help="0, the default, takes the likeliest token; higher is more varied"
+        "--prompt", required=True, help="the text to continue, or - to read it from standard input"
     )
-    parser.add_argument("--top-k", type=int, default=50, help="sample among this many tokens (with --temperature; default: 50)")
-    parser.add_argument("--seed", type=int, default=0, help="decides the sample (with --temperature; default: 0)")
+    parser.add_argument(
+        "--max-new-tokens",
+        type=int,
+        help=f"default: {DEFAULT_NEW_TOKENS}, or fewer where the model's horizon leaves less room",
+    )
+    parser.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        help="0, the default, takes the likeliest token; higher is more varied",
+    )
+    parser.add_argument(
+        "--top-k",
+        type=int,
+        default=50,
+        help="sample among this many tokens (with --temperature; default: 50)",
+    )
+    parser.add_argument(
+        "--seed", type=int, default=0, help="decides the sample (with --temperature; default: 0)"
+    )
     given = parser.parse_args(argv)
     if given.max_new_tokens is not None and given.max_new_tokens < 1:
         parser.error(f"--max-new-tokens is {given.max_new_tokens}; it must be at least 1")

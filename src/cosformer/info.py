@@ -16,5 +16,10 @@ def main(argv: list[str] | None = None) -> None:
     )
     for name in BACKENDS:
         problem = backend_problem(name)
-        details = ", ".join(f"{k}: {', '.join(v) if isinstance(v, list) else v}" for k, v in backend_info(name).items())
-        print(f"  {name:<8}" + (f"unavailable: {problem}" if problem else "available" + (f" ({details})" if details else "")))
+        details = ", ".join(
+            f"{k}: {', '.join(v) if isinstance(v, list) else v}" for k, v in backend_info(name).items()
+        )
+        print(
+            f"  {name:<8}"
+            + (f"unavailable: {problem}" if problem else "available" + (f" ({details})" if details else ""))
+        )

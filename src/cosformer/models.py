@@ -31,7 +31,9 @@ class Size:
     layers: int
     width: int
     heads: int
-    feedforward: int | None = None  # None: four times the width; a gated MLP of as many parameters in the decoder
+    feedforward: int | None = (
+        None  # None: four times the width; a gated MLP of as many parameters in the decoder
+    )
 
     def __str__(self) -> str:
         return f"{self.layers} layers of width {self.width}, {self.heads} heads"
@@ -63,11 +65,15 @@ def size_of(name: str, task: Task) -> Size:
     """A preset, or "published": the sizes the task was published with."""
     if name == "published":
         if task.published is None:
-            raise ValueError(f"size 'published': task {task.name!r} has no published sizes; one of {', '.join(SIZES)}")
+            raise ValueError(
+                f"size 'published': task {task.name!r} has no published sizes; one of {', '.join(SIZES)}"
+            )
         p = task.published
         return Size(p.layers, p.width, p.heads, p.feedforward)
     if name not in SIZES:
-        raise ValueError(f"size is {name!r}; one of {', '.join(SIZES)}, or published for Long-Range Arena tasks")
+        raise ValueError(
+            f"size is {name!r}; one of {', '.join(SIZES)}, or published for Long-Range Arena tasks"
+        )
     return SIZES[name]
 
 
@@ -83,21 +89,41 @@ def mixer_fields(name: str) -> dict[str, Any]:
     return {"mixer": base, "positions": positions or "learned"}
 
 
-def config_of(task: Task, *, mixer: str = "cosformer", size: str = "tiny", fields: dict[str, Any] | None = None):
+def config_of(
+    task: Task, *, mixer: str = "cosformer", size: str = "tiny", fields: dict[str, Any] | None = None
+):
     """The configuration; `fields` are the config's own and win."""
     shape, special = size_of(size, task), task.special
     known: dict[str, Any] = {"vocab_size": task.vocab_size, "max_position_embeddings": task.max_length}
     known |= {"pad_token_id": special.pad, "bos_token_id": special.bos, "eos_token_id": special.eos}
     known |= mixer_fields(mixer)
     wide = shape.feedforward or 4 * shape.width
-    spread = max(0.02, 0.8 / math.sqrt(shape.width))  # 0.02 is for widths near 1,000: small models barely start from it
+    spread = max(
+        0.02, 0.8 / math.sqrt(shape.width)
+    )  # 0.02 is for widths near 1,000: small models barely start from it
     if task.kind == "seq2seq":
-        known |= {"d_model": shape.width, "encoder_layers": shape.layers, "decoder_layers": shape.layers, "dropout": 0.0}
-        known |= {"encoder_attention_heads": shape.heads, "decoder_attention_heads": shape.heads, "encoder_ffn_dim": wide}
+        known |= {
+            "d_model": shape.width,
+            "encoder_layers": shape.layers,
+            "decoder_layers": shape.layers,
+            "dropout": 0.0,
+        }
+        known |= {
+            "encoder_attention_heads": shape.heads,
+            "decoder_attention_heads": shape.heads,
+            "encoder_ffn_dim": wide,
+        }
         known |= {"decoder_ffn_dim": wide, "decoder_start_token_id": special.bos, "forced_eos_token_id": None}
-        known |= {"max_position_embeddings": max(task.max_length, task.max_target_length or 0), "init_std": spread}
+        known |= {
+            "max_position_embeddings": max(task.max_length, task.max_target_length or 0),
+            "init_std": spread,
+        }
         return hf.CosformerSeq2SeqConfig(**{**known, **(fields or {})})
-    known |= {"hidden_size": shape.width, "num_hidden_layers": shape.layers, "num_attention_heads": shape.heads}
+    known |= {
+        "hidden_size": shape.width,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+    }
     known["initializer_range"] = spread
     if task.kind == "causal-lm":
         known["intermediate_size"] = 32 * round(2 * wide / 3 / 32)  # a gated MLP has three matrices, not two
@@ -112,7 +138,12 @@ def config_of(task: Task, *, mixer: str = "cosformer", size: str = "tiny", field
 
 
 def build(
-    task: Task, *, mixer: str = "cosformer", size: str = "tiny", fields: dict[str, Any] | None = None, seed: int = 0
+    task: Task,
+    *,
+    mixer: str = "cosformer",
+    size: str = "tiny",
+    fields: dict[str, Any] | None = None,
+    seed: int = 0,
 ) -> PreTrainedModel:
     """A new model for the task, its weights drawn from `seed`."""
     config = config_of(task, mixer=mixer, size=size, fields=fields)
@@ -136,9 +167,15 @@ def parameters(model: PreTrainedModel) -> int:
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
-def parameters_beside_softmax(model: PreTrainedModel, task: Task, *, size: str, fields: dict[str, Any] | None = None) -> float:
+def parameters_beside_softmax(
+    model: PreTrainedModel, task: Task, *, size: str, fields: dict[str, Any] | None = None
+) -> float:
     """The share of parameters a model has more than softmax with learned positions at the same size, by shapes alone."""
-    plain = {k: v for k, v in (fields or {}).items() if k not in ("mixer_options", "horizon", "decay", "layer_types")}
+    plain = {
+        k: v
+        for k, v in (fields or {}).items()
+        if k not in ("mixer_options", "horizon", "decay", "layer_types")
+    }
     with torch.device("meta"):
         softmax = CLASSES[task.kind](config_of(task, mixer="softmax", size=size, fields=plain))
     return parameters(model) / parameters(softmax) - 1

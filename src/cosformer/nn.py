@@ -18,25 +18,45 @@ GATE_POSITIONS = 4096  # what a gate's slowest head spans at the start where no 
 class _Attention(nn.Module):
     """What both modules share: projections, layouts, masks, weights. A subclass mixes the values in `_attend`."""
 
-    _qkv_same_embed_dim = False  # nn.TransformerEncoderLayer asks: no, its fused softmax path is not for this module
+    _qkv_same_embed_dim = (
+        False  # nn.TransformerEncoderLayer asks: no, its fused softmax path is not for this module
+    )
     in_proj_bias = None  # ... and it looks here before that
 
     def __init__(
-        self, embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype, num_kv_heads
+        self,
+        embed_dim,
+        num_heads,
+        dropout,
+        bias,
+        add_bias_kv,
+        add_zero_attn,
+        kdim,
+        vdim,
+        batch_first,
+        device,
+        dtype,
+        num_kv_heads,
     ):
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
-            raise ValueError(f"embed_dim must be a positive multiple of num_heads; got {embed_dim} and {num_heads}")
+            raise ValueError(
+                f"embed_dim must be a positive multiple of num_heads; got {embed_dim} and {num_heads}"
+            )
         if num_kv_heads < 1 or num_heads % num_kv_heads:
-            raise ValueError(f"num_heads must be a multiple of num_kv_heads; got {num_heads} and {num_kv_heads}")
+            raise ValueError(
+                f"num_heads must be a multiple of num_kv_heads; got {num_heads} and {num_kv_heads}"
+            )
         if dropout:
             raise ValueError(
                 f"dropout is {dropout}: attention weights are never formed here, so they cannot be dropped; "
                 "use 0 and nn.Dropout on the output"
             )
         if add_bias_kv or add_zero_attn:
-            raise ValueError("add_bias_kv and add_zero_attn are not supported: an extra key has no position to be weighted by")
+            raise ValueError(
+                "add_bias_kv and add_zero_attn are not supported: an extra key has no position to be weighted by"
+            )
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim, self.kdim, self.vdim = embed_dim // num_heads, kdim or embed_dim, vdim or embed_dim
         self.dropout, self.batch_first = dropout, batch_first
@@ -52,7 +72,9 @@ class _Attention(nn.Module):
                 nn.init.zeros_(layer.bias)
         self.register_load_state_dict_pre_hook(_split_fused_projection)
 
-    def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None) -> Tensor:
+    def _attend(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None
+    ) -> Tensor:
         """Mix the values; x (B, L, C) is what the queries were projected from."""
         raise NotImplementedError
 
@@ -83,7 +105,9 @@ class _Attention(nn.Module):
             key_padding_mask = key_padding_mask if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         if not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        if not (is_causal and torch.compiler.is_compiling()):  # a compiled graph cannot look at the mask, and takes the flag's word
+        if not (
+            is_causal and torch.compiler.is_compiling()
+        ):  # a compiled graph cannot look at the mask, and takes the flag's word
             is_causal = _is_causal(attn_mask, query.shape[1], key.shape[1], hint=is_causal)
         causal = is_causal
         self._refuse(causal=causal, cross=cross)
@@ -95,9 +119,13 @@ class _Attention(nn.Module):
                 f"key_padding_mask must have shape (batch, keys) = {(k.shape[0], k.shape[2])}; got {tuple(key_padding_mask.shape)}"
             )
         keep = _keep(key_padding_mask)
-        out = self.out_proj(self._attend(query, q, k, v, causal=causal, key_mask=keep).transpose(1, 2).flatten(2))
+        out = self.out_proj(
+            self._attend(query, q, k, v, causal=causal, key_mask=keep).transpose(1, 2).flatten(2)
+        )
         weights = None
-        if need_weights:  # attention is linear in v, so the identity in v's place returns the weights themselves
+        if (
+            need_weights
+        ):  # attention is linear in v, so the identity in v's place returns the weights themselves
             eye = torch.eye(k.shape[2], dtype=k.dtype, device=k.device).expand(*k.shape[:2], -1, -1)
             weights = self._attend(query, q, k, eye, causal=causal, key_mask=keep)
             weights = weights.mean(1) if average_attn_weights else weights
@@ -106,7 +134,11 @@ class _Attention(nn.Module):
         return out if self.batch_first else out.transpose(0, 1), weights
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
-        for name, x, size in (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim)):
+        for name, x, size in (
+            ("query", query, self.embed_dim),
+            ("key", key, self.kdim),
+            ("value", value, self.vdim),
+        ):
             if x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != size:
                 raise ValueError(
                     f"{name} must be (length, {size}) or batched, with a last dimension of {size}; got {tuple(x.shape)}"
@@ -159,7 +191,9 @@ class CosformerAttention(_Attention):
         self.eps, self.backend = eps, backend
         if horizon is not None:
             horizons = tuple(horizon_list(horizon, num_heads))
-            horizon = horizons if isinstance(horizon, Sequence | Tensor) else horizon  # a number stays as it was written
+            horizon = (
+                horizons if isinstance(horizon, Sequence | Tensor) else horizon
+            )  # a number stays as it was written
         self.horizon: float | tuple[float, ...] | None = horizon
         self.decay: tuple[float, ...] | None = None
         self.register_parameter("log_decay", None)
@@ -171,14 +205,18 @@ class CosformerAttention(_Attention):
 
     def _start_gate(self, decay: str, learn: bool, device, dtype) -> None:
         if decay != "gated":
-            raise ValueError(f'decay must be "gated", one rate, or one per head ({self.num_heads}); got {decay!r}')
+            raise ValueError(
+                f'decay must be "gated", one rate, or one per head ({self.num_heads}); got {decay!r}'
+            )
         if learn:
             raise ValueError(
                 'learn_decay is for rates given as numbers; decay="gated" is learned as it is, so leave learn_decay out'
             )
         horizons = () if self.horizon is None else horizon_list(self.horizon, self.num_heads)
         spans = [h for h in horizons if h < math.inf] or [GATE_POSITIONS]
-        self.gate = DecayGate(self.embed_dim, self.num_heads, max_positions=math.ceil(max(spans)), device=device, dtype=dtype)
+        self.gate = DecayGate(
+            self.embed_dim, self.num_heads, max_positions=math.ceil(max(spans)), device=device, dtype=dtype
+        )
 
     def _start_decay(self, decay: Rates, learn: bool, device) -> None:
         rates = tuple(rate_list(decay, self.num_heads))
@@ -189,17 +227,31 @@ class CosformerAttention(_Attention):
         else:  # as plain numbers: no cast or late allocation can change them
             self.decay = rates
 
-    def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None) -> Tensor:
+    def _attend(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None
+    ) -> Tensor:
         decay = self._rates(x, key_mask)
-        backend = self.backend if v.shape[-1] == self.head_dim else None  # weights are asked for with values of another size
+        backend = (
+            self.backend if v.shape[-1] == self.head_dim else None
+        )  # weights are asked for with values of another size
         return cosformer_attention(
-            q, k, v, horizon=self.horizon, causal=causal, key_mask=key_mask, decay=decay, eps=self.eps, backend=backend
+            q,
+            k,
+            v,
+            horizon=self.horizon,
+            causal=causal,
+            key_mask=key_mask,
+            decay=decay,
+            eps=self.eps,
+            backend=backend,
         )
 
     def _rates(self, x: Tensor, key_mask: Tensor | None) -> Tensor | None:
         if self.gate is not None:
             rates = self.gate(x)
-            return rates if key_mask is None else rates.masked_fill(~key_mask[:, None], 0.0)  # padding may hold anything, even NaN
+            return (
+                rates if key_mask is None else rates.masked_fill(~key_mask[:, None], 0.0)
+            )  # padding may hold anything, even NaN
         if self.log_decay is not None:
             return self.log_decay.float().exp()
         return None if self.decay is None else torch.tensor(self.decay, dtype=torch.float32, device=x.device)
@@ -252,12 +304,16 @@ class MixerAttention(_Attention):
         made = (kdim, vdim, batch_first, device, dtype, num_kv_heads)
         super().__init__(embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, *made)
         sizes = {"heads": num_heads, "head_dim": self.head_dim, "max_length": max_length}
-        self.mixer = build(mixer, **sizes, positions=positions, **(options or {})).to(device=device, dtype=dtype)
+        self.mixer = build(mixer, **sizes, positions=positions, **(options or {})).to(
+            device=device, dtype=dtype
+        )
 
     def _refuse(self, *, causal: bool, cross: bool) -> None:
         self.mixer.refuse(causal=causal, cross=cross)
 
-    def _attend(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None) -> Tensor:
+    def _attend(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None
+    ) -> Tensor:
         return self.mixer(q, k, v, causal=causal, key_mask=key_mask)
 
     def extra_repr(self) -> str:
@@ -271,9 +327,15 @@ def _keep(key_padding_mask: Tensor | None) -> Tensor | None:
     if key_padding_mask.dtype == torch.bool:
         return ~key_padding_mask
     if not key_padding_mask.is_floating_point():
-        raise TypeError(f"key_padding_mask must be bool (True = ignore) or float (-inf = ignore); got {key_padding_mask.dtype}")
-    if not torch.compiler.is_compiling() and not bool(((key_padding_mask == 0) | (key_padding_mask == -math.inf)).all()):
-        raise ValueError("key_padding_mask of a float dtype may hold 0 and -inf only: other biases have no linear form")
+        raise TypeError(
+            f"key_padding_mask must be bool (True = ignore) or float (-inf = ignore); got {key_padding_mask.dtype}"
+        )
+    if not torch.compiler.is_compiling() and not bool(
+        ((key_padding_mask == 0) | (key_padding_mask == -math.inf)).all()
+    ):
+        raise ValueError(
+            "key_padding_mask of a float dtype may hold 0 and -inf only: other biases have no linear form"
+        )
     return key_padding_mask != -math.inf
 
 

@@ -64,8 +64,12 @@ def draw(
 
 
 def main(argv: list[str] | None = None) -> None:
-    p = argparse.ArgumentParser(prog="cosformer picture", description="Draw the attention matrices of mixers on the same q and k.")
-    p.add_argument("mixers", nargs="*", default=["softmax", "cosformer", "relu"], help=f"any of {', '.join(names())}")
+    p = argparse.ArgumentParser(
+        prog="cosformer picture", description="Draw the attention matrices of mixers on the same q and k."
+    )
+    p.add_argument(
+        "mixers", nargs="*", default=["softmax", "cosformer", "relu"], help=f"any of {', '.join(names())}"
+    )
     p.add_argument("--out", type=Path, default=Path("attention.png"))
     p.add_argument("--length", type=int, default=64)
     p.add_argument("--head-dim", type=int, default=32)
@@ -73,6 +77,15 @@ def main(argv: list[str] | None = None) -> None:
     p.add_argument("--seed", type=int, default=0)
     args = p.parse_args(argv)
     try:
-        print(draw(args.mixers, args.out, length=args.length, head_dim=args.head_dim, causal=args.causal, seed=args.seed))
+        print(
+            draw(
+                args.mixers,
+                args.out,
+                length=args.length,
+                head_dim=args.head_dim,
+                causal=args.causal,
+                seed=args.seed,
+            )
+        )
     except ValueError as wrong:
         raise SystemExit(f"cosformer picture: {wrong}") from None

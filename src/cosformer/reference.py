@@ -20,8 +20,12 @@ def weights(q, k, *, horizon, causal=False, key_mask=None, q_offset=0, decay=Non
     (H, L), S = q.shape[1:3], k.shape[2]
     i = torch.arange(L, device=q.device)[:, None] + q_offset  # the query's position
     j = torch.arange(S, device=q.device)[None, :]
-    M = torch.as_tensor(horizon, dtype=torch.float64, device=q.device).reshape(-1, 1, 1)  # one number, or one per head
-    s = (q.relu() @ k.relu().repeat_interleave(H // k.shape[1], 1).mT) * torch.cos((i - j) / M * (math.pi / 2)).to(q)
+    M = torch.as_tensor(horizon, dtype=torch.float64, device=q.device).reshape(
+        -1, 1, 1
+    )  # one number, or one per head
+    s = (q.relu() @ k.relu().repeat_interleave(H // k.shape[1], 1).mT) * torch.cos(
+        (i - j) / M * (math.pi / 2)
+    ).to(q)
     if decay is not None and decay.ndim == 1:  # one rate per head
         s = s * torch.exp(-decay[:, None, None] * (i - j).abs()).to(q)
     elif decay is not None:  # one rate per head and position: (B, H, S)

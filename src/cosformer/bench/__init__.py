@@ -19,11 +19,24 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--quick", action="store_true", help="a small set that finishes within a minute")
     p.add_argument("--mixers", nargs="+", metavar="NAME", help="measure these mixers instead, or `all`")
     p.add_argument(
-        "--models", action="store_true", help="measure whole models instead: training and decoding (needs the [hf] extra)"
+        "--models",
+        action="store_true",
+        help="measure whole models instead: training and decoding (needs the [hf] extra)",
     )
-    p.add_argument("--operators", nargs="+", metavar="NAME", help="which operators (default: all that run here)")
-    p.add_argument("--lengths", nargs="+", type=int, metavar="N", help="text lengths (default: a few up to 16384)")
-    p.add_argument("--sizes", nargs="+", type=int, metavar="D", default=[64], help="head sizes of the operators (default: 64)")
+    p.add_argument(
+        "--operators", nargs="+", metavar="NAME", help="which operators (default: all that run here)"
+    )
+    p.add_argument(
+        "--lengths", nargs="+", type=int, metavar="N", help="text lengths (default: a few up to 16384)"
+    )
+    p.add_argument(
+        "--sizes",
+        nargs="+",
+        type=int,
+        metavar="D",
+        default=[64],
+        help="head sizes of the operators (default: 64)",
+    )
     p.add_argument("--heads", type=int, default=8, help="heads of the operators (default: %(default)s)")
     p.add_argument(
         "--dtypes",
@@ -46,9 +59,14 @@ def parser() -> argparse.ArgumentParser:
         help="of the operators: forward, training (forward and backward), step (decode one token) (default: all three)",
     )
     p.add_argument("--decay", action="store_true", help="also the operators with one decay rate per position")
-    p.add_argument("--threads", type=int, default=torch.get_num_threads(), help="torch's threads (default: %(default)s)")
     p.add_argument(
-        "--seconds", type=float, default=60.0, help="time for the rounds, after warming up (default: %(default)g; --quick: 10)"
+        "--threads", type=int, default=torch.get_num_threads(), help="torch's threads (default: %(default)s)"
+    )
+    p.add_argument(
+        "--seconds",
+        type=float,
+        default=60.0,
+        help="time for the rounds, after warming up (default: %(default)g; --quick: 10)",
     )
     p.add_argument(
         "--longest-softmax",
@@ -58,7 +76,10 @@ def parser() -> argparse.ArgumentParser:
         help="beyond this length the softmax operator is left out (default: %(default)s; --quick: 8192)",
     )
     p.add_argument(
-        "--memory", action=argparse.BooleanOptionalAction, default=True, help="also peak memory, one process a case (default: yes)"
+        "--memory",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="also peak memory, one process a case (default: yes)",
     )
     p.add_argument("--out", type=Path, help="append the results to this file as JSON lines")
     p.add_argument("--plot", type=Path, help="draw the results to this PNG (needs the [report] extra)")
@@ -76,7 +97,8 @@ def main(argv: list[str] | None = None) -> None:
     torch.manual_seed(0)
     here = measure.machine()
     print(
-        f"{here['cpu']}, {here['threads']} threads, {here['isa']}; torch {here['torch']}, cosformer {here['cosformer']}", flush=True
+        f"{here['cpu']}, {here['threads']} threads, {here['isa']}; torch {here['torch']}, cosformer {here['cosformer']}",
+        flush=True,
     )
     bench = importlib.import_module(f".{kind}", __name__)
     rows = [{**row, **here} for row in bench.run(args, measure.show_progress)]

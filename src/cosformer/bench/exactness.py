@@ -20,7 +20,9 @@ def rows() -> Iterator[dict[str, Any]]:
     q, k, v, weight = (torch.randn(SHAPE, dtype=torch.float64, generator=generator) for _ in range(4))
     length = SHAPE[2]
     for causal in (False, True):
-        want = _with_gradients(lambda *x: reference.attention(*x, horizon=length, causal=causal), q, k, v, weight)
+        want = _with_gradients(
+            lambda *x: reference.attention(*x, horizon=length, causal=causal), q, k, v, weight
+        )
         for backend in BACKENDS:
             if backend_problem(backend) is not None:
                 continue
@@ -31,10 +33,20 @@ def rows() -> Iterator[dict[str, Any]]:
                 about = {"kind": "exactness", "backend": backend, "dtype": dtype, "allowed": ALLOWED[dtype]}
                 mode = "causal" if causal else "bidirectional"
                 yield {**about, "mode": mode, "what": "output", "difference": _difference(got[:1], want[:1])}
-                yield {**about, "mode": mode, "what": "gradient", "difference": _difference(got[1:], want[1:])}
+                yield {
+                    **about,
+                    "mode": mode,
+                    "what": "gradient",
+                    "difference": _difference(got[1:], want[1:]),
+                }
                 if causal:
                     out = _streamed(*cast[:3], horizon=length, backend=backend)
-                    yield {**about, "mode": "stream", "what": "output", "difference": _difference([out], want[:1])}
+                    yield {
+                        **about,
+                        "mode": "stream",
+                        "what": "output",
+                        "difference": _difference([out], want[:1]),
+                    }
 
 
 def _with_gradients(call, q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> list[Tensor]:

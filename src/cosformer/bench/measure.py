@@ -95,7 +95,9 @@ def peak_memories(module: str, cases: list[dict]) -> list[float | None]:
 def _print_peak_memories(module: str, cases: list[dict], threads: int) -> None:
     prepare = importlib.import_module(module).prepare
     for number, case in enumerate(cases):
-        if (child := os.fork()) == 0:  # this process has computed nothing yet, so it has no threads that a fork would lose
+        if (
+            child := os.fork()
+        ) == 0:  # this process has computed nothing yet, so it has no threads that a fork would lose
             torch.set_num_threads(threads)
             print(number, _added_peak(prepare, case), flush=True)
             os._exit(0)
@@ -116,7 +118,9 @@ def _peak(reset: bool = False) -> int:
     if status.exists() and clear.exists():
         if reset:
             clear.write_text("5")
-        return 1024 * next(int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+        return 1024 * next(
+            int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")
+        )
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 

@@ -34,7 +34,10 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> list[dict]
     for length in args.lengths or LENGTHS:  # all mixers at one length take turns
         works = {}
         for name in chosen:
-            reason = getattr(build(name, heads=HEADS, head_dim=SIZE, max_length=length), "causal" if causal else "bidirectional")
+            reason = getattr(
+                build(name, heads=HEADS, head_dim=SIZE, max_length=length),
+                "causal" if causal else "bidirectional",
+            )
             if reason is True and 4 * last.get(name, 0.0) < SECONDS:
                 works[name] = prepare({"mixer": name, "length": length, "causal": causal})
         for name, samples in in_turns(
@@ -45,7 +48,9 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> list[dict]
             last[name] = rows[-1]["ms"] / 1e3
     for row in rows if args.memory else ():
         progress(f"memory of {row['mixer']} at length {row['length']}")
-        row["memory_mib"] = peak_memory("cosformer.bench.mixers", {k: row[k] for k in ("mixer", "length", "causal")})
+        row["memory_mib"] = peak_memory(
+            "cosformer.bench.mixers", {k: row[k] for k in ("mixer", "length", "causal")}
+        )
     return rows
 
 
@@ -63,10 +68,16 @@ def exponent(points: list[tuple[float, float]]) -> float:
 def summary(rows: list[dict]) -> str:
     """One line a mixer: its time at each length, and the exponents of time and memory."""
     lengths = sorted({r["length"] for r in rows})
-    lines = [f"{'forward + backward, ms':<24}" + "".join(f"{n:>9,}" for n in lengths) + f"{'time ~ N^':>11}{'memory ~ N^':>13}"]
+    lines = [
+        f"{'forward + backward, ms':<24}"
+        + "".join(f"{n:>9,}" for n in lengths)
+        + f"{'time ~ N^':>11}{'memory ~ N^':>13}"
+    ]
     for name in dict.fromkeys(r["mixer"] for r in rows):
         mine = {r["length"]: r for r in rows if r["mixer"] == name}
         cells = "".join(f"{mine[n]['ms']:>9.3g}" if n in mine else f"{'-':>9}" for n in lengths)
-        time_, memory = (exponent([(n, r.get(key) or 0) for n, r in mine.items()]) for key in ("ms", "memory_mib"))
+        time_, memory = (
+            exponent([(n, r.get(key) or 0) for n, r in mine.items()]) for key in ("ms", "memory_mib")
+        )
         lines.append(f"{name:<24}{cells}{time_:>11.2f}{memory:>13.2f}")
     return "\n".join(lines)

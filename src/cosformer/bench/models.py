@@ -46,13 +46,27 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> list[dict]
         for name, samples in in_turns(
             works, seconds=args.seconds / 3, progress=lambda t: progress(f"training, length {length}, {t}")
         ).items():
-            row: dict[str, Any] = {"bench": "models", "what": "training", "model": name, "length": length, **spread(samples)}
+            row: dict[str, Any] = {
+                "bench": "models",
+                "what": "training",
+                "model": name,
+                "length": length,
+                **spread(samples),
+            }
             rows.append(row | {"tokens_per_second": length / (row["ms"] / 1e3)})
     for context in CONTEXTS if not args.quick else CONTEXTS[:1]:
         steps = {name: _decoder(model.eval(), context) for name, model in made.items()}
         works = {name: step for name, (step, _) in steps.items()}
-        for name, samples in in_turns(works, seconds=args.seconds / 6, progress=lambda t: progress(f"decoding, {t}")).items():
-            row = {"bench": "models", "what": "decoding", "model": name, "context": context, **spread(samples)}
+        for name, samples in in_turns(
+            works, seconds=args.seconds / 6, progress=lambda t: progress(f"decoding, {t}")
+        ).items():
+            row = {
+                "bench": "models",
+                "what": "decoding",
+                "model": name,
+                "context": context,
+                **spread(samples),
+            }
             rows.append(row | {"cache_bytes": steps[name][1]})
     return rows
 
@@ -86,13 +100,17 @@ def summary(rows: list[dict]) -> str:
         lines.append(f"training, length {length:>6}: {name:<20} {value:>8,.0f} tokens/s{ratio}")
     for row in (r for r in rows if r["what"] == "decoding"):
         size = f"{row['cache_bytes'] / 2**20:.2f} MiB of cache"
-        lines.append(f"decoding, context {row['context']:>6}: {row['model']:<20} {row['ms']:.2f} ms/token, {size}")
+        lines.append(
+            f"decoding, context {row['context']:>6}: {row['model']:<20} {row['ms']:.2f} ms/token, {size}"
+        )
     for name in dict.fromkeys(r["model"] for r in rows if r["what"] == "decoding"):
         contexts = [r for r in rows if r["what"] == "decoding" and r["model"] == name]
         first, last = contexts[0], contexts[-1]
         if first is not last:
             ratio = last["ms"] / first["ms"]
-            lines.append(f"decoding, context {last['context']} / {first['context']}: {name:<20} {ratio:.2f}x the time")
+            lines.append(
+                f"decoding, context {last['context']} / {first['context']}: {name:<20} {ratio:.2f}x the time"
+            )
     return "\n".join(lines)
 
 

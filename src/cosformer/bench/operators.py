@@ -38,7 +38,11 @@ class Case:
     @property
     def flops(self) -> float:
         """The arithmetic of linear attention itself: 8 N D^2 a head forward, 24 with backward; what chunks add is overhead."""
-        return self.heads * self.size**2 * {"forward": 8 * self.length, "training": 24 * self.length, "step": 8}[self.work]
+        return (
+            self.heads
+            * self.size**2
+            * {"forward": 8 * self.length, "training": 24 * self.length, "step": 8}[self.work]
+        )
 
 
 def published(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
@@ -55,7 +59,9 @@ def published(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
 
 
 def _attention(backend: str):
-    return lambda q, k, v, causal, decay=None: cosformer_attention(q, k, v, causal=causal, decay=decay, backend=backend)
+    return lambda q, k, v, causal, decay=None: cosformer_attention(
+        q, k, v, causal=causal, decay=decay, backend=backend
+    )
 
 
 def operators() -> dict[str, Callable]:
@@ -141,7 +147,9 @@ def cases(args: argparse.Namespace) -> list[Case]:
     chosen = []
     names = args.operators or [n for n in known if not (args.quick and n == "published")]
     modes = [mode for mode in (False, True) if args.causal in ("both", "yes" if mode else "no")]
-    for name, work, causal, size, dtype in itertools.product(names, args.work, modes, args.sizes, args.dtypes):
+    for name, work, causal, size, dtype in itertools.product(
+        names, args.work, modes, args.sizes, args.dtypes
+    ):
         if name == "cosformer native" and (dtype == "float64" or size > 256):
             continue  # not for this backend
         common = {"heads": args.heads, "size": size, "dtype": dtype}
@@ -175,7 +183,9 @@ def table(rows: list[dict]) -> str:
         lines.append(f"{'position' if work == 'step' else 'length':>8}" + "".join(f"{n:>42}" for n in names))
         for length in sorted({r["length"] for r in mine}):
             at = {r["operator"]: r for r in mine if r["length"] == length}
-            lines.append(f"{length:>8}" + "".join(f"{_cell(at.get(n), at.get('softmax')):>42}" for n in names))
+            lines.append(
+                f"{length:>8}" + "".join(f"{_cell(at.get(n), at.get('softmax')):>42}" for n in names)
+            )
     return "\n".join(lines)
 
 
@@ -196,8 +206,14 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> list[dict]
     """Check every operator against the definition, then measure all cases in turns; one row a case."""
     todo = cases(args)
     if args.operators and not todo:
-        raise SystemExit("bench: nothing to measure: the published algorithm has no decode step, and causal at length needs memory")
-    kinds = {(c.operator, c.causal, c.size, c.dtype, c.decay): c for c in todo if c.operator != "softmax" and c.work != "step"}
+        raise SystemExit(
+            "bench: nothing to measure: the published algorithm has no decode step, and causal at length needs memory"
+        )
+    kinds = {
+        (c.operator, c.causal, c.size, c.dtype, c.decay): c
+        for c in todo
+        if c.operator != "softmax" and c.work != "step"
+    }
     errors = {kind: check(case) for kind, case in kinds.items()}
     limits = gemm_works()
     works: dict = {case: prepare(case) for case in todo} | {name: work for name, (work, _) in limits.items()}
@@ -208,7 +224,12 @@ def run(args: argparse.Namespace, progress: Callable[[str], None]) -> list[dict]
         row = {"bench": "operators", **asdict(case), **spread(samples[case])}
         row |= {"gflops": case.flops / (row["ms"] * 1e6), "limit_gflops": limit}
         row["error"] = errors.get((case.operator, case.causal, case.size, case.dtype, case.decay))
-        if args.memory and case.work == "training" and case.causal == (args.causal != "no") and not case.decay:
+        if (
+            args.memory
+            and case.work == "training"
+            and case.causal == (args.causal != "no")
+            and not case.decay
+        ):
             progress(f"memory: {case}")
             row["memory_mib"] = peak_memory("cosformer.bench.operators", asdict(case))
         rows.append(row)
@@ -220,5 +241,10 @@ def summary(rows: list[dict]) -> str:
     for row in rows:
         if row["error"] is not None and row["dtype"] == "float32":
             found[row["operator"]] = max(found.get(row["operator"], 0.0), row["error"])
-    lines = [f"largest difference from the definition, {name}, float32: {error:.1e}" for name, error in found.items()]
-    return "\n".join([*lines, f"the machine's batched matrix product: {rows[0]['limit_gflops']:.0f} GFLOP/s", table(rows)])
+    lines = [
+        f"largest difference from the definition, {name}, float32: {error:.1e}"
+        for name, error in found.items()
+    ]
+    return "\n".join(
+        [*lines, f"the machine's batched matrix product: {rows[0]['limit_gflops']:.0f} GFLOP/s", table(rows)]
+    )

@@ -90,36 +90,64 @@ def compare(
         if steps is None and not is_begun(subject, mixers, seeds, results, out=out):
             keep_to(pace, plan, subject, [s for s, _, _ in open_[number:]], seeds=seeds, out=out, board=board)
         expected = [pace.slower * seconds_of(plan, s, m) for s, m, _ in open_[number:]]
-        what = f"[{number + 1}/{len(open_)}] {subject.name}, {mixer}" + (f", seed {seed}" if seeds > 1 else "")
+        what = f"[{number + 1}/{len(open_)}] {subject.name}, {mixer}" + (
+            f", seed {seed}" if seeds > 1 else ""
+        )
         board.begin(what, expected[0], sum(expected[1:]) + rest)
         with pace.over(seconds_of(plan, subject, mixer)):
             row = cell(subject, mixer, seed, steps=plan[subject.name]["steps"], out=out, watch=board)
         results.add(row)
         board.done(f"{what}: {said(row)}")
     measure(results, mixers, subjects, out=out, lengths=lengths, seconds=rest, board=board)
-    row = {"kind": "run", "command": command, "started": stamp(begun), "minutes": round((time.perf_counter() - begun) / 60, 1)}
-    row |= {key: value for key, value in machine().items() if key != "date"} | {"transformers": transformers_version}
+    row = {
+        "kind": "run",
+        "command": command,
+        "started": stamp(begun),
+        "minutes": round((time.perf_counter() - begun) / 60, 1),
+    }
+    row |= {key: value for key, value in machine().items() if key != "date"} | {
+        "transformers": transformers_version
+    }
     results.add(row | {"memory_gib": memory_gib(), "system": platform.system(), "seeds": list(range(seeds))})
     return results.rows
 
 
 def is_begun(subject: Subject, mixers: list[str], seeds: int, results: Results, *, out: Path) -> bool:
     """Whether a cell of the subject is finished or has been started: its number of steps must stay then."""
-    folders = (folder_of(subject, mixer, seed, out=out) for mixer in mixers_of(subject, mixers) for seed in range(seeds))
-    return results.has(kind="quality", subject=subject.name) or any((folder / "run.json").exists() for folder in folders)
+    folders = (
+        folder_of(subject, mixer, seed, out=out)
+        for mixer in mixers_of(subject, mixers)
+        for seed in range(seeds)
+    )
+    return results.has(kind="quality", subject=subject.name) or any(
+        (folder / "run.json").exists() for folder in folders
+    )
 
 
 def measure(
-    results: Results, mixers: list[str], subjects: list[Subject], *, out: Path, lengths: list[int], seconds: float, board: Board
+    results: Results,
+    mixers: list[str],
+    subjects: list[Subject],
+    *,
+    out: Path,
+    lengths: list[int],
+    seconds: float,
+    board: Board,
 ) -> None:
     """What is not training: exactness, cost, pictures; each where it is missing."""
-    if sum(row["kind"] == "exactness" for row in results.rows) < (complete := len(found := list(exactness.rows()))):
+    if sum(row["kind"] == "exactness" for row in results.rows) < (
+        complete := len(found := list(exactness.rows()))
+    ):
         board.say(f"exactness: {complete} comparisons with the definition")
         for row in found:
             results.add(row)
     for work, cases in (("training", cost.training), ("decoding", cost.decoding)):
         able = [mixer for mixer in mixers if cost.able(mixer, work)]
-        missing = [n for n in lengths if not all(results.has(kind="cost", work=work, mixer=m, length=n) for m in able)]
+        missing = [
+            n
+            for n in lengths
+            if not all(results.has(kind="cost", work=work, mixer=m, length=n) for m in able)
+        ]
         if missing and able:  # all mixers at a length again: a time means something beside the others
             for row in cases(able, missing, seconds=min(seconds / 3, MOST_SECONDS), progress=board.say):
                 results.add(row)
@@ -129,7 +157,9 @@ def measure(
         task = subject.build()
         for mixer in mixers_of(subject, mixers):
             folder = folder_of(subject, mixer, 0, out=out)
-            if (folder / "result.json").exists() and not results.has(kind="picture", subject=subject.name, mixer=mixer):
+            if (folder / "result.json").exists() and not results.has(
+                kind="picture", subject=subject.name, mixer=mixer
+            ):
                 board.say(f"picture: {mixer}")
                 for row in pictures.rows(subject.name, task, mixer, str(folder)):
                     results.add(row)
@@ -144,7 +174,9 @@ def said(row: dict[str, Any]) -> str:
 
 
 def stamp(begun: float) -> str:
-    return datetime.fromtimestamp(time.time() - (time.perf_counter() - begun), timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return datetime.fromtimestamp(time.time() - (time.perf_counter() - begun), timezone.utc).strftime(
+        "%Y-%m-%dT%H:%M:%SZ"
+    )
 
 
 def memory_gib() -> float | None:
@@ -156,16 +188,39 @@ def memory_gib() -> float | None:
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog="cosformer compare", description=(__doc__ or "").split("\n")[0])
-    p.add_argument("--tasks", nargs="+", metavar="NAME", help="some of lm, listops, recall; with --full, of the real sets")
-    p.add_argument("--mixers", nargs="+", default=list(MIXERS), metavar="NAME", help=f"any of {', '.join(models.names())}, X+rope")
+    p.add_argument(
+        "--tasks",
+        nargs="+",
+        metavar="NAME",
+        help="some of lm, listops, recall; with --full, of the real sets",
+    )
+    p.add_argument(
+        "--mixers",
+        nargs="+",
+        default=list(MIXERS),
+        metavar="NAME",
+        help=f"any of {', '.join(models.names())}, X+rope",
+    )
     p.add_argument("--data", help="your own text for lm; with --full, the folder that holds the sets")
     p.add_argument("--length", type=int, help="tokens a sequence of lm has")
-    p.add_argument("--minutes", type=float, help="the time there is; runs are sized to it (default: 7, or 10 a cell with --full)")
+    p.add_argument(
+        "--minutes",
+        type=float,
+        help="the time there is; runs are sized to it (default: 7, or 10 a cell with --full)",
+    )
     p.add_argument("--steps", type=int, help="train this many steps instead, whatever time it takes")
-    p.add_argument("--seeds", type=int, default=1, help="repeat training with this many seeds and show the spread")
-    p.add_argument("--full", action="store_true", help="the real sets: wikitext-2, SST-2, IMDB, CIFAR-10, ListOps as published")
+    p.add_argument(
+        "--seeds", type=int, default=1, help="repeat training with this many seeds and show the spread"
+    )
+    p.add_argument(
+        "--full",
+        action="store_true",
+        help="the real sets: wikitext-2, SST-2, IMDB, CIFAR-10, ListOps as published",
+    )
     p.add_argument("--lengths", type=int, nargs="+", default=[512, 2048, 8192], help="where cost is measured")
-    p.add_argument("--out", type=Path, help="the folder of this comparison (default: runs/compare, or runs/compare-full)")
+    p.add_argument(
+        "--out", type=Path, help="the folder of this comparison (default: runs/compare, or runs/compare-full)"
+    )
     return p
 
 
@@ -178,7 +233,9 @@ def main(argv: list[str]) -> None:
         subjects = chosen(given)
         for mixer in given.mixers:
             models.mixer_fields(mixer)
-        minutes = given.minutes or (10.0 * len(subjects) * len(given.mixers) * given.seeds if given.full else 7.0)
+        minutes = given.minutes or (
+            10.0 * len(subjects) * len(given.mixers) * given.seeds if given.full else 7.0
+        )
         rows = compare(
             subjects,
             given.mixers,
@@ -190,7 +247,10 @@ def main(argv: list[str]) -> None:
             command=shlex.join(["cosformer", "compare", *argv]),
         )
     except train.Stopped as stopped:
-        print(f"\ncosformer compare: {str(stopped).split(';')[0]}; the same command goes on from here", file=sys.stderr)
+        print(
+            f"\ncosformer compare: {str(stopped).split(';')[0]}; the same command goes on from here",
+            file=sys.stderr,
+        )
         raise SystemExit(130 if isinstance(stopped, train.Interrupted) else 1) from None
     except KeyboardInterrupt:
         print("\ncosformer compare: interrupted; the same command goes on from here", file=sys.stderr)
@@ -214,11 +274,15 @@ def chosen(given: argparse.Namespace) -> list[Subject]:
         if bad := [n for n in values if n is not None and n < 16]:
             raise train.SettingsError(f"--{name} is {bad[0]}; it must be at least 16")
     if given.full and given.length:
-        raise train.SettingsError("--length goes with lm of the default comparison; the sets of --full have their own")
+        raise train.SettingsError(
+            "--length goes with lm of the default comparison; the sets of --full have their own"
+        )
     if importlib.util.find_spec("matplotlib") is None:
         raise train.SettingsError("the report needs matplotlib; in the clone: pip install '.[report]'")
     if given.full and not given.data:
-        raise train.SettingsError("--full needs --data: the folder that holds wikitext-2, imdb, sst2 and cifar10-gray")
+        raise train.SettingsError(
+            "--full needs --data: the folder that holds wikitext-2, imdb, sst2 and cifar10-gray"
+        )
     found = full(given.data) if given.full else demo(given.data, given.length)
     if given.tasks:
         known = [s.name for s in found]

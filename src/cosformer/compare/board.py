@@ -33,4 +33,6 @@ class Board(TrainerCallback):
         passed = time.perf_counter() - self.cell_begun
         mine = max(self.cell_seconds, passed / max(1, state.global_step) * state.max_steps) - passed
         loss = next((f", loss {row['loss']:.3f}" for row in reversed(state.log_history) if "loss" in row), "")
-        self.say(f"{self.what}: step {state.global_step} of {state.max_steps}{loss}; about {clock(self.left + max(mine, 0))} left")
+        self.say(
+            f"{self.what}: step {state.global_step} of {state.max_steps}{loss}; about {clock(self.left + max(mine, 0))} left"
+        )

@@ -18,7 +18,28 @@ from .plan import EVALUATIONS, Subject, mixers_of
 SHARE_OF_COST = 0.15  # of the minutes there are
 STARTING = 1.17  # times what training and evaluating take: starting and saving a run is on top
 LATE = 1.25  # times the expected seconds
-STEPS = (10, 20, 30, 50, 75, 100, 150, 200, 300, 400, 600, 800, 1000, 1500, 2000, 3000, 4000, 6000, 8000, 10_000)
+STEPS = (
+    10,
+    20,
+    30,
+    50,
+    75,
+    100,
+    150,
+    200,
+    300,
+    400,
+    600,
+    800,
+    1000,
+    1500,
+    2000,
+    3000,
+    4000,
+    6000,
+    8000,
+    10_000,
+)
 
 
 def seconds_a_step(subject: Subject, task: tasks.Task, mixer: str) -> float:
@@ -28,8 +49,12 @@ def seconds_a_step(subject: Subject, task: tasks.Task, mixer: str) -> float:
     size = subject.training["per_device_train_batch_size"]
     rows = [task.train[i] for i in range(min(8 * size, len(task.train)))]
     if subject.training.get("train_sampling_strategy") == "group_by_length":
-        rows = sorted(rows, key=lambda row: len(row["input_ids"]))[len(rows) // 2 :]  # above the median: about the mean cost
-    batches = itertools.cycle(task.collate(rows[i : i + size]) for i in range(0, max(1, len(rows) - size + 1), size))
+        rows = sorted(rows, key=lambda row: len(row["input_ids"]))[
+            len(rows) // 2 :
+        ]  # above the median: about the mean cost
+    batches = itertools.cycle(
+        task.collate(rows[i : i + size]) for i in range(0, max(1, len(rows) - size + 1), size)
+    )
     took = []
     for _ in range(3):
         batch = next(batches)
@@ -47,7 +72,10 @@ def steps_that_fit(subject: Subject, seconds: dict[str, float], budget: float) -
     Round numbers, so that two runs on one machine agree on them although no measurement repeats exactly.
     """
     steps = [
-        n for n in STEPS if n <= subject.most_steps and sum(cell_seconds(subject, each, n) for each in seconds.values()) <= budget
+        n
+        for n in STEPS
+        if n <= subject.most_steps
+        and sum(cell_seconds(subject, each, n) for each in seconds.values()) <= budget
     ]
     return max(steps, default=STEPS[0])
 
@@ -59,7 +87,14 @@ def cell_seconds(subject: Subject, step: float, steps: int) -> float:
 
 
 def plan_of(
-    subjects: list[Subject], mixers: list[str], *, out: Path, minutes: float, seeds: int, steps: int | None, board: Board
+    subjects: list[Subject],
+    mixers: list[str],
+    *,
+    out: Path,
+    minutes: float,
+    seeds: int,
+    steps: int | None,
+    board: Board,
 ) -> dict[str, Any]:
     """For each subject its number of steps, as given or what fits the time, and the seconds a step of each mixer takes.
 
@@ -72,7 +107,9 @@ def plan_of(
         asked = json.loads(json.dumps(dataclasses.asdict(subject)))
         mine = plan.setdefault(subject.name, {"subject": asked, "seconds": {}, "steps": None})
         if mine["subject"] != asked or (steps and mine["steps"] not in (None, steps)):
-            raise train.SettingsError(f"{out} holds another comparison of {subject.name}; choose another --out")
+            raise train.SettingsError(
+                f"{out} holds another comparison of {subject.name}; choose another --out"
+            )
         if unknown := [mixer for mixer in mixers_of(subject, mixers) if mixer not in mine["seconds"]]:
             board.say(f"preparing {subject.data} for {subject.name}")
             task = subject.build()
@@ -129,7 +166,14 @@ class Pace:
 
 
 def keep_to(
-    pace: Pace, plan: dict[str, Any], subject: Subject, ahead: list[Subject], *, seeds: int, out: Path, board: Board
+    pace: Pace,
+    plan: dict[str, Any],
+    subject: Subject,
+    ahead: list[Subject],
+    *,
+    seeds: int,
+    out: Path,
+    board: Board,
 ) -> None:
     """Fewer steps for a subject that has not begun, if by now the machine is slower than it was when the plan was made.
 
@@ -140,9 +184,13 @@ def keep_to(
     if slower < LATE:
         return
     share = subject.weight / sum({s.name: s.weight for s in ahead}.values())
-    steps = steps_that_fit(subject, {mixer: each * slower for mixer, each in mine["seconds"].items()}, pace.left * share / seeds)
+    steps = steps_that_fit(
+        subject, {mixer: each * slower for mixer, each in mine["seconds"].items()}, pace.left * share / seeds
+    )
     steps = max(steps, mine["steps"] // 4)
     if steps < mine["steps"]:
-        board.done(f"{subject.name}: {steps} steps instead of {mine['steps']}; the machine is {slower:.1f}x slower than planned")
+        board.done(
+            f"{subject.name}: {steps} steps instead of {mine['steps']}; the machine is {slower:.1f}x slower than planned"
+        )
         mine["steps"] = steps
         save(plan, out)

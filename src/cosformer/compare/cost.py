@@ -27,7 +27,10 @@ def build(mixer: str, length: int):
     config = models.config_of(task, mixer=mixer, size=SIZE, fields={"max_position_embeddings": length})
     torch.manual_seed(0)
     if mixer == "softmax+rope":
-        fields = {key: getattr(config, key) for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")}
+        fields = {
+            key: getattr(config, key)
+            for key in ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers")
+        }
         fields |= {"num_attention_heads": config.num_attention_heads, "max_position_embeddings": length}
         return LlamaForCausalLM._from_config(LlamaConfig(**fields), attn_implementation="sdpa")
     return models.CLASSES["causal-lm"](config)
@@ -56,21 +59,36 @@ def prepare(case: dict[str, Any]) -> Work:
     return step
 
 
-def training(mixers: list[str], lengths: list[int], *, seconds: float, progress: Callable[[str], None]) -> list[dict[str, Any]]:
+def training(
+    mixers: list[str], lengths: list[int], *, seconds: float, progress: Callable[[str], None]
+) -> list[dict[str, Any]]:
     """Rows of training cost: a forward and a backward."""
     rows = []
     for length in lengths:
         works = {mixer: prepare({"mixer": mixer, "length": length}) for mixer in mixers}
-        timed = in_turns(works, seconds=seconds / len(lengths), progress=lambda t: progress(f"cost: training at {length:,}, {t}"))
+        timed = in_turns(
+            works,
+            seconds=seconds / len(lengths),
+            progress=lambda t: progress(f"cost: training at {length:,}, {t}"),
+        )
         for mixer, samples in timed.items():
-            row = {"kind": "cost", "what": "model", "work": "training", "causal": True, "mixer": mixer, "length": length}
+            row = {
+                "kind": "cost",
+                "what": "model",
+                "work": "training",
+                "causal": True,
+                "mixer": mixer,
+                "length": length,
+            }
             rows.append(row | times(samples) | {"tokens_per_second": length / median(samples)})
     progress("cost: peak memory of training")
     cases = [{"mixer": row["mixer"], "length": row["length"]} for row in rows]
     return [row | {"memory_mib": mib} for row, mib in zip(rows, peak_memories(__name__, cases), strict=True)]
 
 
-def decoding(mixers: list[str], contexts: list[int], *, seconds: float, progress: Callable[[str], None]) -> list[dict[str, Any]]:
+def decoding(
+    mixers: list[str], contexts: list[int], *, seconds: float, progress: Callable[[str], None]
+) -> list[dict[str, Any]]:
     """Rows of decoding cost: one token after a context."""
     rows = []
     for context in contexts:
@@ -80,10 +98,19 @@ def decoding(mixers: list[str], contexts: list[int], *, seconds: float, progress
             steps[mixer] = decoder(build(mixer, context + ROOM).eval(), context)
         works = {mixer: step for mixer, (step, _) in steps.items()}
         timed = in_turns(
-            works, seconds=seconds / len(contexts), progress=lambda t: progress(f"cost: decoding after {context:,}, {t}")
+            works,
+            seconds=seconds / len(contexts),
+            progress=lambda t: progress(f"cost: decoding after {context:,}, {t}"),
         )
         for mixer, samples in timed.items():
-            row = {"kind": "cost", "what": "model", "work": "decoding", "causal": True, "mixer": mixer, "length": context}
+            row = {
+                "kind": "cost",
+                "what": "model",
+                "work": "decoding",
+                "causal": True,
+                "mixer": mixer,
+                "length": context,
+            }
             rows.append(row | times(samples) | {"memory_mib": None, "cache_bytes": steps[mixer][1]})
     return rows
 
@@ -103,7 +130,9 @@ def decoder(model, context: int) -> tuple[Work, int]:
         with torch.inference_mode():
             model(input_ids=token, past_key_values=cache, use_cache=True)
             if first is None:
-                cache.crop(-1)  # the next token stands after the same context; a state costs the same anywhere
+                cache.crop(
+                    -1
+                )  # the next token stands after the same context; a state costs the same anywhere
         left -= 1
 
     return step, size

@@ -35,8 +35,18 @@ def rows(subject: str, task: tasks.Task, mixer: str, directory: str) -> list[dic
     ids = task.test[0]["input_ids"][:TOKENS]
     layer = model.config.num_hidden_layers - 1
     mean = matrices(model, ids[None], layer).mean(0)
-    about = {"kind": "picture", "task": task.name, "subject": subject, "mixer": mixer, "title": mixer, "layer": layer}
-    about |= {"matrix": [[float(f"{w:.3g}") for w in line] for line in mean.tolist()], "tokens": words(task, ids)}
+    about = {
+        "kind": "picture",
+        "task": task.name,
+        "subject": subject,
+        "mixer": mixer,
+        "title": mixer,
+        "layer": layer,
+    }
+    about |= {
+        "matrix": [[float(f"{w:.3g}") for w in line] for line in mean.tolist()],
+        "tokens": words(task, ids),
+    }
     return [{**about, "figure": figure} for figure in ("trained", *(["paper"] if mixer in PAPER else []))]
 
 

@@ -39,7 +39,12 @@ class Subject:
 
 
 def fast(rate: float, batch: int, **more: Any) -> dict[str, Any]:
-    return {"learning_rate": rate, "per_device_train_batch_size": batch, "per_device_eval_batch_size": batch, **more}
+    return {
+        "learning_rate": rate,
+        "per_device_train_batch_size": batch,
+        "per_device_eval_batch_size": batch,
+        **more,
+    }
 
 
 def demo(data: str | None = None, length: int | None = None) -> list[Subject]:
@@ -67,7 +72,13 @@ def demo(data: str | None = None, length: int | None = None) -> list[Subject]:
             title="ListOps, short",
             data="generated: depth 3, up to 4 arguments, 32 tokens",
             task="listops",
-            task_settings={"length": 32, "depth": 3, "args": 4, "least": 6, "examples": [50_000, 1_000, 1_000]},
+            task_settings={
+                "length": 32,
+                "depth": 3,
+                "args": 4,
+                "least": 6,
+                "examples": [50_000, 1_000, 1_000],
+            },
             size="toy",
             training=fast(2e-3, 64),
             eval_examples=256,

@@ -45,18 +45,32 @@ def run_of(subject: Subject, mixer: str, seed: int, *, steps: int, out: Path) ->
 
 def command(run: train.Run) -> str:
     """The command that does the run again."""
-    words = ["cosformer", "train", run.task, "--mixer", run.mixer, "--size", run.size, "--out", Path(run.out).name]
+    words = [
+        "cosformer",
+        "train",
+        run.task,
+        "--mixer",
+        run.mixer,
+        "--size",
+        run.size,
+        "--out",
+        Path(run.out).name,
+    ]
     words += ["--start", Path(run.start).name] if run.start else []
     words += ["--eval-examples", str(run.eval_examples), "--test-examples", str(run.test_examples)]
     for table, values in (("task", run.task_settings), ("model", run.model_fields)):
         for key, value in values.items():
             words += ["--set", f"{table}.{key}={json.dumps(value)}"]
     for key, value in run.training.items():
-        words += [f"--{key}", *(map(str, value if isinstance(value, list) else [value]))] if value != [] else []
+        words += (
+            [f"--{key}", *(map(str, value if isinstance(value, list) else [value]))] if value != [] else []
+        )
     return shlex.join(words)
 
 
-def cell(subject: Subject, mixer: str, seed: int, *, steps: int, out: Path, watch: TrainerCallback) -> dict[str, Any]:
+def cell(
+    subject: Subject, mixer: str, seed: int, *, steps: int, out: Path, watch: TrainerCallback
+) -> dict[str, Any]:
     """Train, or go on training, and return the row. What a mixer refuses or cannot train is a row, too, with the reason."""
     task = subject.build()
     row: dict[str, Any] = {
@@ -88,7 +102,9 @@ def cell(subject: Subject, mixer: str, seed: int, *, steps: int, out: Path, watc
         return row | {"status": "failed", "reason": f"{subject.after} left no model to start from"}
     try:
         result = train.train(run, resume=True, watch=watch)
-    except train.NotFinite as stopped:  # anything else, an interruption or a full disk, is not the mixer's: the next start goes on
+    except (
+        train.NotFinite
+    ) as stopped:  # anything else, an interruption or a full disk, is not the mixer's: the next start goes on
         return row | {"status": "failed", "reason": str(stopped).split(";")[0]}
     for checkpoint in Path(run.out).glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
@@ -96,9 +112,23 @@ def cell(subject: Subject, mixer: str, seed: int, *, steps: int, out: Path, watc
     curve = [point(line, task.metric, speed) for line in read(Path(run.out) / "metrics.jsonl")]
     curve = [entry for entry in curve if len(entry) > 3]
     value = result["test"][task.metric]
-    row |= {"status": "done", "reason": None, "value": value, "metrics": result["test"], "validation": result["validation"]}
-    row |= {"curve": curve, "start": next((c for c in curve if "value" in c), {}), "parameters": result["parameters"]}
-    return row | {"tokens": result["tokens"], "seconds": round(result["tokens"] / speed, 3), "tokens_per_second": speed}
+    row |= {
+        "status": "done",
+        "reason": None,
+        "value": value,
+        "metrics": result["test"],
+        "validation": result["validation"],
+    }
+    row |= {
+        "curve": curve,
+        "start": next((c for c in curve if "value" in c), {}),
+        "parameters": result["parameters"],
+    }
+    return row | {
+        "tokens": result["tokens"],
+        "seconds": round(result["tokens"] / speed, 3),
+        "tokens_per_second": speed,
+    }
 
 
 def point(line: dict[str, Any], metric: str, speed: float) -> dict[str, Any]:

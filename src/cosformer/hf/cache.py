@@ -78,7 +78,9 @@ class StateLayer(CacheLayerMixin):
         if self.state is None or not (surplus > 0 or self.record_past):
             return
         if surplus > 0 and self.state.origin is None:
-            raise ValueError(f"crop: {surplus} tokens cannot be taken back; call cache.activate_past_recording() before them")
+            raise ValueError(
+                f"crop: {surplus} tokens cannot be taken back; call cache.activate_past_recording() before them"
+            )
         if surplus > 0:
             self.state = self.state.rollback(surplus)
         self.state = self.state.snapshot()  # what was verified is settled: the tokens kept so far can go
@@ -95,14 +97,19 @@ class StateLayer(CacheLayerMixin):
         """Nothing to allocate: the first call makes the state."""
 
     def update(self, *args, **kwargs):
-        raise TypeError("a linear layer's cache holds a state, not keys and values; only the Cosformer model types can use it")
+        raise TypeError(
+            "a linear layer's cache holds a state, not keys and values; only the Cosformer model types can use it"
+        )
 
 
 class CosformerCache(DynamicCache):
     """`layer_types` says what each layer keeps: "linear_attention" a state, "full_attention" keys and values."""
 
     def __init__(self, layer_types: list[str]):
-        Cache.__init__(self, layers=[StateLayer() if kind == "linear_attention" else DynamicLayer() for kind in layer_types])
+        Cache.__init__(
+            self,
+            layers=[StateLayer() if kind == "linear_attention" else DynamicLayer() for kind in layer_types],
+        )
 
     def activate_past_recording(self) -> None:  # not in transformers before 5.16
         for layer in self.layers:
@@ -113,7 +120,9 @@ class CosformerCache(DynamicCache):
     def nbytes(self) -> int:
         """The bytes this cache holds."""
         seen = [layer for layer in self.layers if layer.is_initialized]
-        states = (layer.state.tensor for layer in seen if isinstance(layer, StateLayer) and layer.state is not None)
+        states = (
+            layer.state.tensor for layer in seen if isinstance(layer, StateLayer) and layer.state is not None
+        )
         pairs = (t for layer in seen if isinstance(layer, DynamicLayer) for t in (layer.keys, layer.values))
         return sum(t.nbytes for t in (*states, *pairs))
 

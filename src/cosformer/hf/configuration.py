@@ -63,7 +63,9 @@ class CosformerEncoderConfig(BertConfig):
     def __post_init__(self, **kwargs):
         self.layer_types = check_layer_types("layer_types", self.layer_types, self.num_hidden_layers)
         super().__post_init__(**kwargs)
-        check_fields(self, dropout=self.attention_probs_dropout_prob, dropout_name="attention_probs_dropout_prob")
+        check_fields(
+            self, dropout=self.attention_probs_dropout_prob, dropout_name="attention_probs_dropout_prob"
+        )
         if self.pooling not in POOLINGS:
             raise ValueError(f"pooling is {self.pooling!r}; one of {', '.join(map(repr, POOLINGS))}")
         if self.is_decoder:
@@ -85,11 +87,15 @@ class CosformerSeq2SeqConfig(BartConfig):
 
     def __post_init__(self, **kwargs):
         self.layer_types = check_layer_types("layer_types", self.layer_types, self.decoder_layers)
-        self.encoder_layer_types = check_layer_types("encoder_layer_types", self.encoder_layer_types, self.encoder_layers)
+        self.encoder_layer_types = check_layer_types(
+            "encoder_layer_types", self.encoder_layer_types, self.encoder_layers
+        )
         super().__post_init__(**kwargs)
         check_fields(self, dropout=self.attention_dropout, dropout_name="attention_dropout")
         if self.positions != "learned":
-            raise ValueError(f'positions is {self.positions!r}; the encoder-decoder has only "learned", as BART does')
+            raise ValueError(
+                f'positions is {self.positions!r}; the encoder-decoder has only "learned", as BART does'
+            )
 
     def validate_layer_type(self):
         """transformers would compare the decoder's `layer_types` with the number of encoder layers; checked above."""
@@ -99,7 +105,9 @@ def check_layer_types(name: str, given: list[str] | None, layers: int) -> list[s
     if given is None:
         return ["linear_attention"] * layers
     if len(given) != layers or not set(given) <= set(LAYER_TYPES):
-        raise ValueError(f"{name} must have one of {LAYER_TYPES} for each of the {layers} layers; got {given}")
+        raise ValueError(
+            f"{name} must have one of {LAYER_TYPES} for each of the {layers} layers; got {given}"
+        )
     return list(given)
 
 
@@ -107,18 +115,26 @@ def check_fields(config, *, dropout: float, dropout_name: str) -> None:
     if config.decay not in DECAYS:
         raise ValueError(f"decay is {config.decay!r}; one of {', '.join(map(repr, DECAYS))}")
     if config.horizon is not None and not config.horizon > 0:
-        raise ValueError(f"horizon is {config.horizon}; it must be greater than 0, or None for max_position_embeddings")
+        raise ValueError(
+            f"horizon is {config.horizon}; it must be greater than 0, or None for max_position_embeddings"
+        )
     if config.positions not in POSITIONS:
         raise ValueError(f"positions is {config.positions!r}; one of {', '.join(map(repr, POSITIONS))}")
     if config.mixer == "cosformer":
         if config.positions == "rope":
-            raise ValueError('positions="rope": the re-weighting of mixer "cosformer" is its position encoding')
+            raise ValueError(
+                'positions="rope": the re-weighting of mixer "cosformer" is its position encoding'
+            )
         if config.mixer_options:
-            raise ValueError(f'mixer_options is {config.mixer_options}; mixer "cosformer" has the fields horizon and decay instead')
+            raise ValueError(
+                f'mixer_options is {config.mixer_options}; mixer "cosformer" has the fields horizon and decay instead'
+            )
     else:
         check_other_mixer(config)
     if dropout and "linear_attention" in config.layer_types:
-        raise ValueError(f"{dropout_name} is {dropout}; linear layers have no attention weights to drop, so it must be 0")
+        raise ValueError(
+            f"{dropout_name} is {dropout}; linear layers have no attention weights to drop, so it must be 0"
+        )
 
 
 def check_other_mixer(config) -> None:
@@ -126,8 +142,15 @@ def check_other_mixer(config) -> None:
         raise ValueError(f"mixer is {config.mixer!r}; one of {', '.join(mixers.names())}")
     accepted = mixers.options(config.mixer)
     if unknown := [name for name in config.mixer_options or {} if name not in accepted]:
-        raise ValueError(f"mixer_options has {unknown[0]!r}; mixer {config.mixer!r} accepts {', '.join(accepted) or 'none'}")
-    if config.horizon is not None or config.decay not in ("gated", None):  # "gated" is the default, not a wish
-        raise ValueError(f"horizon={config.horizon} and decay={config.decay!r} are cosformer's; mixer is {config.mixer!r}")
+        raise ValueError(
+            f"mixer_options has {unknown[0]!r}; mixer {config.mixer!r} accepts {', '.join(accepted) or 'none'}"
+        )
+    if config.horizon is not None or config.decay not in (
+        "gated",
+        None,
+    ):  # "gated" is the default, not a wish
+        raise ValueError(
+            f"horizon={config.horizon} and decay={config.decay!r} are cosformer's; mixer is {config.mixer!r}"
+        )
     config.decay = None
     config.use_cache = False

@@ -8,7 +8,14 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM, LlamaModel
 
 from .configuration import CosformerConfig
-from .mixing import CosformerPreTrained, check_cache, check_padding_mask, packed_boundaries, refuse_weights, self_mixing
+from .mixing import (
+    CosformerPreTrained,
+    check_cache,
+    check_padding_mask,
+    packed_boundaries,
+    refuse_weights,
+    self_mixing,
+)
 
 
 class CosformerDecoderAttention(LlamaAttention):
@@ -18,7 +25,9 @@ class CosformerDecoderAttention(LlamaAttention):
         super().__init__(config, layer_idx)
         self.mixing = self_mixing(config, heads=config.num_attention_heads, causal=True)
 
-    def forward(self, hidden_states, past_key_values=None, key_mask=None, cu_seqlens=None, **kwargs) -> tuple[Tensor, None]:
+    def forward(
+        self, hidden_states, past_key_values=None, key_mask=None, cu_seqlens=None, **kwargs
+    ) -> tuple[Tensor, None]:
         size, projections = self.head_dim, (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (proj(hidden_states).unflatten(-1, (-1, size)).transpose(1, 2) for proj in projections)
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
@@ -55,7 +64,9 @@ class CosformerModel(CosformerPreTrained, LlamaModel):
             boundaries = kwargs.get("cu_seq_lens_q")
             boundaries = packed_boundaries(position_ids) if boundaries is None else boundaries
         if boundaries is not None and use_cache:
-            raise ValueError("use_cache=True with packed sequences: a cache holds one sequence a row; pass use_cache=False")
+            raise ValueError(
+                "use_cache=True with packed sequences: a cache holds one sequence a row; pass use_cache=False"
+            )
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training and boundaries is None
         if use_cache and past_key_values is None:
@@ -65,7 +76,9 @@ class CosformerModel(CosformerPreTrained, LlamaModel):
         kwargs["key_mask"] = attention_mask
         if self.config.positions == "learned":
             inputs_embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-            inputs_embeds = inputs_embeds + self.position_vectors(inputs_embeds, position_ids, past_key_values)
+            inputs_embeds = inputs_embeds + self.position_vectors(
+                inputs_embeds, position_ids, past_key_values
+            )
             input_ids = None
         if "full_attention" not in self.config.layer_types:
             attention_mask = position_ids = None  # only softmax layers read them, and their mask is quadratic
@@ -82,7 +95,9 @@ class CosformerModel(CosformerPreTrained, LlamaModel):
     def position_vectors(self, inputs: Tensor, position_ids: Tensor | None, cache) -> Tensor:
         if position_ids is None:
             seen = 0 if cache is None else cache.get_seq_length()
-            last = seen + inputs.shape[1] - 1  # known without looking, so that nothing waits for a GPU and meta tensors pass
+            last = (
+                seen + inputs.shape[1] - 1
+            )  # known without looking, so that nothing waits for a GPU and meta tensors pass
             position_ids = torch.arange(seen, last + 1, device=inputs.device)[None]
         else:
             last = int(position_ids.max())

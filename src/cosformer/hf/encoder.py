@@ -38,7 +38,15 @@ class CosformerEncoderAttention(BertSelfAttention):
         super().__init__(config, is_causal=False, layer_idx=layer_idx)
         self.mixing = self_mixing(config, heads=config.num_attention_heads, causal=False)
 
-    def forward(self, hidden_states, attention_mask=None, past_key_values=None, key_mask=None, cu_seqlens=None, **kwargs):
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        past_key_values=None,
+        key_mask=None,
+        cu_seqlens=None,
+        **kwargs,
+    ):
         size, projections = self.attention_head_size, (self.query, self.key, self.value)
         q, k, v = (proj(hidden_states).unflatten(-1, (-1, size)).transpose(1, 2) for proj in projections)
         return self.mixing(hidden_states, q, k, v, key_mask=key_mask, cu_seqlens=cu_seqlens), None
@@ -59,30 +67,50 @@ class CosformerEncoderModel(CosformerPreTrained, BertModel):
         self.post_init()
 
     @can_return_tuple
-    def forward(self, input_ids=None, attention_mask=None, token_type_ids=None, position_ids=None, inputs_embeds=None, **kwargs):
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        token_type_ids=None,
+        position_ids=None,
+        inputs_embeds=None,
+        **kwargs,
+    ):
         refuse_weights(self.config, kwargs)
         check_padding_mask("attention_mask", attention_mask)
         if self.config.positions == "learned":
             self.check_positions(input_ids, position_ids, inputs_embeds)
         elif token_type_ids is None:  # BERT would cut its own from a buffer of max_position_embeddings
             given = input_ids if inputs_embeds is None else inputs_embeds
-            token_type_ids = None if given is None else torch.zeros(given.shape[:2], dtype=torch.long, device=given.device)
+            token_type_ids = (
+                None if given is None else torch.zeros(given.shape[:2], dtype=torch.long, device=given.device)
+            )
         key_mask = attention_mask
         if "full_attention" not in self.config.layer_types:
             attention_mask = None  # only softmax layers read it
         if key_mask is None:
             kwargs["cu_seqlens"] = packed_boundaries(position_ids)
             if kwargs["cu_seqlens"] is not None and "full_attention" in self.config.layer_types:
-                raise ValueError("position_ids mark packed sequences, which BERT's softmax layers do not keep apart")
-        kwargs |= {"attention_mask": attention_mask, "token_type_ids": token_type_ids, "position_ids": position_ids}
-        out = super().forward(input_ids, inputs_embeds=inputs_embeds, key_mask=key_mask, return_dict=True, **kwargs)
+                raise ValueError(
+                    "position_ids mark packed sequences, which BERT's softmax layers do not keep apart"
+                )
+        kwargs |= {
+            "attention_mask": attention_mask,
+            "token_type_ids": token_type_ids,
+            "position_ids": position_ids,
+        }
+        out = super().forward(
+            input_ids, inputs_embeds=inputs_embeds, key_mask=key_mask, return_dict=True, **kwargs
+        )
         if self.pooler is not None and self.config.pooling != "cls":
             pooled = mean(out.last_hidden_state, key_mask)
             pooled = self.pooled_norm(pooled) if self.config.pooling == "normed-mean" else pooled
             out.pooler_output = self.pooler(pooled.unsqueeze(1))  # it reads the first vector
         return out
 
-    def check_positions(self, input_ids: Tensor | None, position_ids: Tensor | None, inputs_embeds: Tensor | None) -> None:
+    def check_positions(
+        self, input_ids: Tensor | None, position_ids: Tensor | None, inputs_embeds: Tensor | None
+    ) -> None:
         most = self.config.max_position_embeddings
         if position_ids is not None:
             if not torch.compiler.is_compiling():  # a graph has no values
@@ -115,7 +143,9 @@ class PooledNorm(nn.BatchNorm1d):
         return super().forward(pooled) if self.training and len(pooled) > 1 else self.as_in_evaluation(pooled)
 
     def as_in_evaluation(self, pooled: Tensor) -> Tensor:
-        return nn.functional.batch_norm(pooled, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+        return nn.functional.batch_norm(
+            pooled, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+        )
 
     def over_all_processes(self, pooled: Tensor) -> Tensor:
         """What one process would do with the texts of all; torch's own that does it, SyncBatchNorm, is for GPUs only."""
@@ -149,14 +179,19 @@ class CosformerForMaskedLM(CosformerPreTrained, BertForMaskedLM):
         self.post_init()
 
     @can_return_tuple
-    def forward(self, input_ids=None, attention_mask=None, *args, labels=None, num_items_in_batch=None, **kwargs):
+    def forward(
+        self, input_ids=None, attention_mask=None, *args, labels=None, num_items_in_batch=None, **kwargs
+    ):
         """BERT's. `num_items_in_batch`, from the Trainer: the hidden tokens of all processes and accumulated batches together;
         the loss is this batch's share of their mean."""
         if labels is not None and num_items_in_batch is None:
             kwargs["labels"] = labels
         out = super().forward(input_ids, attention_mask, *args, return_dict=True, **kwargs)
         if labels is not None and num_items_in_batch is not None:
-            out.loss = nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten(), reduction="sum") / num_items_in_batch
+            out.loss = (
+                nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten(), reduction="sum")
+                / num_items_in_batch
+            )
         return out
 
 
@@ -188,13 +223,19 @@ class CosformerForPairClassification(CosformerPreTrained, BertPreTrainedModel):
         super().__init__(config)
         size = config.hidden_size
         self.bert = CosformerEncoderModel(config)
-        self.classifier = nn.Sequential(nn.Linear(4 * size, size), nn.ReLU(), nn.Linear(size, config.num_labels))
+        self.classifier = nn.Sequential(
+            nn.Linear(4 * size, size), nn.ReLU(), nn.Linear(size, config.num_labels)
+        )
         self.post_init()
 
     @can_return_tuple
-    def forward(self, input_ids, pair_input_ids, attention_mask=None, pair_attention_mask=None, labels=None, **kwargs):
+    def forward(
+        self, input_ids, pair_input_ids, attention_mask=None, pair_attention_mask=None, labels=None, **kwargs
+    ):
         a = self.bert(input_ids, attention_mask=attention_mask, return_dict=True, **kwargs).pooler_output
-        b = self.bert(pair_input_ids, attention_mask=pair_attention_mask, return_dict=True, **kwargs).pooler_output
+        b = self.bert(
+            pair_input_ids, attention_mask=pair_attention_mask, return_dict=True, **kwargs
+        ).pooler_output
         logits = self.classifier(torch.cat([a, b, a * b, a - b], -1))
         loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
         return SequenceClassifierOutput(loss=loss, logits=logits)

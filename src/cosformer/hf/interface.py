@@ -55,11 +55,22 @@ def attention(
         )
     causal = is_causal_attention(module, is_causal)
     cross = is_cross_attention(module, causal=causal)
-    options = {"horizon": math.inf} if cross else self_options(module.config, heads=query.shape[1], device=query.device)
+    options = (
+        {"horizon": math.inf}
+        if cross
+        else self_options(module.config, heads=query.shape[1], device=query.device)
+    )
     check_reach(key.shape[2], options["horizon"], causal=causal)
     offset = key.shape[2] - query.shape[2] if causal else 0  # a cache holds the keys before the queries
     out = linear_attention(
-        query, key, value, relu=True, causal=causal, q_offset=offset, key_mask=key_mask(attention_mask, key), **options
+        query,
+        key,
+        value,
+        relu=True,
+        causal=causal,
+        q_offset=offset,
+        key_mask=key_mask(attention_mask, key),
+        **options,
     )
     return out.transpose(1, 2), None
 
@@ -78,13 +89,21 @@ def mask(
     if mask_function not in (causal_mask_function, bidirectional_mask_function):
         # Another pattern. Some architectures make masks that no layer uses, so this one is refused where a layer does: its
         # shape says what it is, and it holds one element.
-        return torch.empty((), dtype=torch.bool, device=kwargs.get("device")).expand(batch_size, 1, q_length, kv_length)
-    if isinstance(q_offset, Tensor) or (mask_function is causal_mask_function and q_offset + q_length != kv_length):
-        raise ValueError("cosformer attention needs a dynamic cache, whose last key is the last query's; this one is preallocated")
+        return torch.empty((), dtype=torch.bool, device=kwargs.get("device")).expand(
+            batch_size, 1, q_length, kv_length
+        )
+    if isinstance(q_offset, Tensor) or (
+        mask_function is causal_mask_function and q_offset + q_length != kv_length
+    ):
+        raise ValueError(
+            "cosformer attention needs a dynamic cache, whose last key is the last query's; this one is preallocated"
+        )
     if attention_mask is None:
         return None
     if attention_mask.shape[-1] != kv_length:
-        raise ValueError(f"attention_mask has length {attention_mask.shape[-1]}, but there are {kv_length} keys")
+        raise ValueError(
+            f"attention_mask has length {attention_mask.shape[-1]}, but there are {kv_length} keys"
+        )
     return padding(attention_mask)
 
 
@@ -109,9 +128,13 @@ def refuse(module: nn.Module, kwargs: dict) -> None:
     """Stop where a layer asks for something that has no meaning here."""
     for name, what in REFUSED.items():
         if kwargs.get(name) is not None:
-            raise ValueError(f"{type(module).__name__} asks for {what} ({name}), which cosformer attention cannot honour")
+            raise ValueError(
+                f"{type(module).__name__} asks for {what} ({name}), which cosformer attention cannot honour"
+            )
     if kwargs.get("output_attentions"):
-        raise ValueError('output_attentions=True: cosformer attention forms no weights; use attn_implementation="eager"')
+        raise ValueError(
+            'output_attentions=True: cosformer attention forms no weights; use attn_implementation="eager"'
+        )
 
 
 def is_causal_attention(module: nn.Module, given: bool | None) -> bool:
@@ -165,7 +188,9 @@ def max_positions(config) -> int:
         return positions
     if hasattr(config, "image_size") and hasattr(config, "patch_size"):
         sizes = (s if isinstance(s, list | tuple) else (s, s) for s in (config.image_size, config.patch_size))
-        return math.prod(image // patch for image, patch in zip(*sizes, strict=True)) + 1  # patches and the class token
+        return (
+            math.prod(image // patch for image, patch in zip(*sizes, strict=True)) + 1
+        )  # patches and the class token
     raise ValueError(
         f"{type(config).__name__} does not say how many positions it has; set it: config.cosformer = {{'horizon': ...}}"
     )

@@ -26,17 +26,28 @@ def attach(model: PreTrainedModel, name: str, **options) -> PreTrainedModel:
 
 
 def attention(
-    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *, is_causal=None, **kwargs
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    is_causal=None,
+    **kwargs,
 ) -> tuple[Tensor, None]:
     """transformers' attention function over the module's own mixer."""
     refuse(module, kwargs)
     name = module.config._attn_implementation.partition(":")[2]
     mixer = getattr(module, "mixer", None)
     if mixer is None or mixer.name != name:
-        raise ValueError(f'{type(module).__name__} has no mixer {name!r}; attach it: cosformer.hf.attach(model, "{name}")')
+        raise ValueError(
+            f'{type(module).__name__} has no mixer {name!r}; attach it: cosformer.hf.attach(model, "{name}")'
+        )
     causal = is_causal_attention(module, is_causal)
     if causal and query.shape[2] != key.shape[2]:
-        raise ValueError(f"mixer {name!r} keeps no cache in this architecture; call the model with use_cache=False")
+        raise ValueError(
+            f"mixer {name!r} keeps no cache in this architecture; call the model with use_cache=False"
+        )
     out = mixer(query, key, value, causal=causal, key_mask=key_mask(attention_mask, key))
     return out.transpose(1, 2), None
 

@@ -85,9 +85,13 @@ class OtherMixing(nn.Module):
         self.mixer = registry_mixer(config, heads=heads)
         self.mixer.refuse(causal=causal)
 
-    def forward(self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, key_mask=None, cu_seqlens=None, cache=None) -> Tensor:
+    def forward(
+        self, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, key_mask=None, cu_seqlens=None, cache=None
+    ) -> Tensor:
         if cache is not None:
-            raise ValueError(f"mixer {self.mixer.name!r} keeps no cache in this model; call it with use_cache=False")
+            raise ValueError(
+                f"mixer {self.mixer.name!r} keeps no cache in this model; call it with use_cache=False"
+            )
         if key_mask is not None:
             key_mask = padding(key_mask)
         if cu_seqlens is None:
@@ -153,9 +157,13 @@ class CosformerPreTrained(Base):
     def new_cache(self) -> CosformerCache:
         return CosformerCache(self.config.layer_types)
 
-    def _prepare_cache_for_generation(self, generation_config, model_kwargs, generation_mode, *args, **kwargs) -> None:
+    def _prepare_cache_for_generation(
+        self, generation_config, model_kwargs, generation_mode, *args, **kwargs
+    ) -> None:
         if model_kwargs.get("past_key_values") is not None or generation_config.use_cache is False:
-            return super()._prepare_cache_for_generation(generation_config, model_kwargs, generation_mode, *args, **kwargs)
+            return super()._prepare_cache_for_generation(
+                generation_config, model_kwargs, generation_mode, *args, **kwargs
+            )
         if generation_config.cache_implementation not in (None, "dynamic", "dynamic_full"):
             asked = f"cache_implementation={generation_config.cache_implementation!r}"
             raise ValueError(f"{asked}: this model keeps states of constant size; leave it out")
@@ -183,9 +191,13 @@ def refuse_weights(config, kwargs: dict) -> None:
 
 def check_padding_mask(name: str, mask: Tensor | None) -> None:
     if mask is not None and mask.ndim != 2:
-        raise ValueError(f"{name} must be a padding mask (batch, length) with linear layers; got shape {tuple(mask.shape)}")
+        raise ValueError(
+            f"{name} must be a padding mask (batch, length) with linear layers; got shape {tuple(mask.shape)}"
+        )
 
 
 def check_cache(cache) -> None:
     if cache is not None and not isinstance(cache, CosformerCache):
-        raise TypeError(f"past_key_values must be the cache model.new_cache() makes; got {type(cache).__name__}")
+        raise TypeError(
+            f"past_key_values must be the cache model.new_cache() makes; got {type(cache).__name__}"
+        )

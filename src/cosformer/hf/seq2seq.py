@@ -32,7 +32,9 @@ class CosformerSeq2SeqAttention(BartAttention):
 
     def __init__(self, config: CosformerSeq2SeqConfig, layer_idx: int, *, causal: bool):
         heads = config.decoder_attention_heads if causal else config.encoder_attention_heads
-        super().__init__(config.d_model, heads, is_decoder=causal, is_causal=causal, config=config, layer_idx=layer_idx)
+        super().__init__(
+            config.d_model, heads, is_decoder=causal, is_causal=causal, config=config, layer_idx=layer_idx
+        )
         self.mixing = self_mixing(config, heads=heads, causal=causal)
 
     def forward(self, hidden_states, past_key_values=None, key_mask=None, **kwargs) -> tuple[Tensor, None]:
@@ -48,7 +50,13 @@ class CosformerCrossAttention(BartAttention):
     """
 
     def __init__(self, config: CosformerSeq2SeqConfig, layer_idx: int):
-        super().__init__(config.d_model, config.decoder_attention_heads, is_decoder=True, config=config, layer_idx=layer_idx)
+        super().__init__(
+            config.d_model,
+            config.decoder_attention_heads,
+            is_decoder=True,
+            config=config,
+            layer_idx=layer_idx,
+        )
         self.mixer = None
         if config.mixer != "cosformer":
             self.mixer = registry_mixer(config, heads=config.decoder_attention_heads)
@@ -56,13 +64,17 @@ class CosformerCrossAttention(BartAttention):
 
     def forward(self, hidden_states, key_value_states=None, past_key_values=None, cross_mask=None, **kwargs):
         q = split_heads(self, self.q_proj(hidden_states))
-        cache = None if past_key_values is None else past_key_values.cross_attention_cache.layers[self.layer_idx]
+        cache = (
+            None if past_key_values is None else past_key_values.cross_attention_cache.layers[self.layer_idx]
+        )
         if cache is None or cache.state is None:
             k, v = (split_heads(self, proj(key_value_states)) for proj in (self.k_proj, self.v_proj))
             key_mask = None if cross_mask is None else padding(cross_mask)
         if self.mixer is not None:
             if cache is not None:
-                raise ValueError(f"mixer {self.mixer.name!r} keeps no cache in this model; call it with use_cache=False")
+                raise ValueError(
+                    f"mixer {self.mixer.name!r} keeps no cache in this model; call it with use_cache=False"
+                )
             out = self.mixer(q, k, v, key_mask=key_mask)
         elif cache is None:
             out = linear_attention(q, k, v, horizon=math.inf, relu=True, key_mask=key_mask)
@@ -91,7 +103,9 @@ class CosformerSeq2SeqEncoder(CosformerPreTrained, BartEncoder):
         kwargs["key_mask"] = attention_mask
         if "full_attention" not in self.config.encoder_layer_types:
             attention_mask = None  # only softmax layers read it
-        return super().forward(input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
+        return super().forward(
+            input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
+        )
 
 
 class CosformerSeq2SeqDecoder(CosformerPreTrained, BartDecoder):
@@ -126,7 +140,11 @@ class CosformerSeq2SeqDecoder(CosformerPreTrained, BartDecoder):
         if past_key_values is not None:
             check_cache(own_tokens(past_key_values))
         given = {"decoder_input_ids": input_ids, "decoder_inputs_embeds": inputs_embeds}
-        check_length(self.config, given, cached=0 if past_key_values is None else own_tokens(past_key_values).get_seq_length())
+        check_length(
+            self.config,
+            given,
+            cached=0 if past_key_values is None else own_tokens(past_key_values).get_seq_length(),
+        )
         kwargs |= {"key_mask": attention_mask, "cross_mask": encoder_attention_mask}
         if "full_attention" not in self.config.layer_types:
             attention_mask = encoder_attention_mask = None  # only softmax layers read them
@@ -154,7 +172,9 @@ class CosformerSeq2SeqModel(CosformerPreTrained, BartModel):
 
 class CosformerForConditionalGeneration(CosformerPreTrained, BartForConditionalGeneration):
     config: CosformerSeq2SeqConfig
-    accepts_loss_kwargs = False  # BART averages its loss itself, so the Trainer must not hand it num_items_in_batch
+    accepts_loss_kwargs = (
+        False  # BART averages its loss itself, so the Trainer must not hand it num_items_in_batch
+    )
 
     def __init__(self, config: CosformerSeq2SeqConfig):
         super().__init__(config)
@@ -172,7 +192,9 @@ def split_heads(attention: BartAttention, x: Tensor) -> Tensor:
 def check_length(config: CosformerSeq2SeqConfig, given: dict[str, Tensor | None], *, cached: int = 0) -> None:
     for name, tokens in given.items():
         if tokens is not None:
-            check_learned_positions(name, cached + tokens.shape[1], config.max_position_embeddings, cached=cached)
+            check_learned_positions(
+                name, cached + tokens.shape[1], config.max_position_embeddings, cached=cached
+            )
 
 
 def own_tokens(cache):

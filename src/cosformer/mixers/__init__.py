@@ -31,12 +31,16 @@ class Mixer(nn.Module):
     name: ClassVar[str]  # given by @register
     bidirectional: Admission = True  # every query may see every key
     causal: Admission = True  # query i, at position i, sees keys j <= i
-    cross: Admission = True  # keys of another sequence than the queries, of any length unless the class says otherwise
+    cross: Admission = (
+        True  # keys of another sequence than the queries, of any length unless the class says otherwise
+    )
     streaming: Admission = "it keeps no decode state"
     rope: Admission = True  # rotary positions on q and k
     spe: Admission = True  # stochastic positional encoding of q and k
     unread: tuple[str, ...] = ()  # those of q and k that have no influence
-    grouped: bool = False  # mix() takes fewer key heads than query heads as they are; otherwise they are repeated for it
+    grouped: bool = (
+        False  # mix() takes fewer key heads than query heads as they are; otherwise they are repeated for it
+    )
 
     def __init__(self, heads: int, head_dim: int, max_length: int):
         super().__init__()
@@ -46,7 +50,9 @@ class Mixer(nn.Module):
         self.heads, self.head_dim, self.max_length = heads, head_dim, max_length
         self.positions: nn.Module | None = None  # a companion of positions.py, set by build
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
+    ) -> Tensor:
         """Attend: q (B, H, L, D), k (B, Hk, S, D), v (B, Hk, S, E) -> (B, H, L, E) in q's dtype.
 
         Query i stands at position i and key j at position j. key_mask is (B, S) bool, True = keep; a masked key has no
@@ -57,7 +63,9 @@ class Mixer(nn.Module):
         q, k, v = self._prepare(q, k, v, key_mask, offset=0)
         return self.mix(q, k, v, causal=causal, key_mask=key_mask)
 
-    def stream(self, q: Tensor, k: Tensor, v: Tensor, state: Any = None, *, key_mask: Tensor | None = None) -> tuple[Tensor, Any]:
+    def stream(
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any = None, *, key_mask: Tensor | None = None
+    ) -> tuple[Tensor, Any]:
         """Causal attention over the next tokens of a stream; returns their output and the state to pass with those after them.
 
         However a stream is cut, its output is that of one causal call over the whole.
@@ -65,7 +73,9 @@ class Mixer(nn.Module):
         self._admit("streaming", "a stream")
         self._check(q, k, v, key_mask)
         if q.shape[2] != k.shape[2]:
-            raise ValueError(f"q has length {q.shape[2]} and k has {k.shape[2]}; a stream takes as many queries as keys")
+            raise ValueError(
+                f"q has length {q.shape[2]} and k has {k.shape[2]}; a stream takes as many queries as keys"
+            )
         q, k, v = self._prepare(q, k, v, key_mask, offset=0 if state is None else state.position)
         return self.step(q, k, v, state, key_mask=key_mask)
 
@@ -77,7 +87,9 @@ class Mixer(nn.Module):
         """What `forward` returns, after its checks: masked keys and values are zero, key heads repeated unless `grouped`."""
         raise NotImplementedError(f"{type(self).__name__} must define mix")
 
-    def step(self, q: Tensor, k: Tensor, v: Tensor, state: Any, *, key_mask: Tensor | None) -> tuple[Tensor, Any]:
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any, *, key_mask: Tensor | None
+    ) -> tuple[Tensor, Any]:
         """What `stream` returns, after the same checks. A state has `position`, the tokens it has seen, and `index_select`."""
         raise NotImplementedError(f"{type(self).__name__} declares streaming and must define step")
 
@@ -97,7 +109,9 @@ class Mixer(nn.Module):
     def _check(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
         check_tensors(q, k, v, key_mask)
         if (q.shape[1], q.shape[3]) != (self.heads, self.head_dim):
-            raise ValueError(f"q must have {self.heads} heads of size {self.head_dim}, as the mixer has; got q {tuple(q.shape)}")
+            raise ValueError(
+                f"q must have {self.heads} heads of size {self.head_dim}, as the mixer has; got q {tuple(q.shape)}"
+            )
 
     def _prepare(self, q, k, v, key_mask, *, offset: int) -> tuple[Tensor, Tensor, Tensor]:
         if key_mask is not None:  # a selection, not a product: NaN in a masked key must not survive
@@ -118,7 +132,9 @@ def register(name: str):
     def enter(cls: type[Mixer]) -> type[Mixer]:
         known = _classes.get(name)
         if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ValueError(f"mixer {name!r} is already registered by {known.__module__}.{known.__qualname__}")
+            raise ValueError(
+                f"mixer {name!r} is already registered by {known.__module__}.{known.__qualname__}"
+            )
         cls.name = name
         _classes[name] = cls
         return cls
@@ -137,14 +153,18 @@ def options(name: str) -> dict[str, Any]:
     return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
 
 
-def build(name: str, *, heads: int, head_dim: int, max_length: int, positions: str | None = None, **chosen: Any) -> Mixer:
+def build(
+    name: str, *, heads: int, head_dim: int, max_length: int, positions: str | None = None, **chosen: Any
+) -> Mixer:
     """The mixer called `name`; `positions` is "rope", "sine_spe" or "conv_spe" where it admits them, the rest are its options.
 
     >>> build("performer", heads=8, head_dim=64, max_length=4096, features=128)(q, k, v, causal=True)
     """
     accepted = options(name)
     if unknown := [key for key in chosen if key not in accepted]:
-        raise ValueError(f"mixer {name!r} has no option {unknown[0]!r}; it accepts {', '.join(accepted) or 'none'}")
+        raise ValueError(
+            f"mixer {name!r} has no option {unknown[0]!r}; it accepts {', '.join(accepted) or 'none'}"
+        )
     mixer = _lookup(name)(heads, head_dim, max_length, **chosen)
     if positions is not None:
         companion = importlib.import_module(".positions", __name__).companion(positions)
@@ -153,7 +173,9 @@ def build(name: str, *, heads: int, head_dim: int, max_length: int, positions: s
     return mixer
 
 
-def weights(mixer: Mixer, q: Tensor, k: Tensor, *, causal: bool = False, key_mask: Tensor | None = None) -> Tensor:
+def weights(
+    mixer: Mixer, q: Tensor, k: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
+) -> Tensor:
     """The attention matrix (B, H, L, S) of any mixer: what it returns for one-hot values, since every mixer is linear in v."""
     B, Hk, S, _ = k.shape
     one_hot = torch.eye(S, dtype=k.dtype, device=k.device).expand(B, Hk, S, S)

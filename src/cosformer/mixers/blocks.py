@@ -34,7 +34,9 @@ def kept(x: Tensor, key_mask: Tensor | None, size: int) -> Tensor:
 def take(x: Tensor, index: Tensor) -> Tensor:
     """The blocks of x (B, H, n, C, D) at index (B or 1, H or 1, m, W): (B, H, m, W C, D). An index outside takes any block."""
     B, H, n, C, D = x.shape
-    first = torch.arange(B * H, device=x.device).view(B, H, 1, 1) * n  # index_select, whose gradient adds whole rows
+    first = (
+        torch.arange(B * H, device=x.device).view(B, H, 1, 1) * n
+    )  # index_select, whose gradient adds whole rows
     chosen = x.reshape(B * H * n, C * D).index_select(0, (index.clamp(0, n - 1) + first).flatten())
     return chosen.view(B, H, index.shape[2], -1, D)
 
@@ -48,7 +50,9 @@ def places(index: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
     return at, there.flatten(-2)
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, *, bias: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, *, bias: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Softmax of q (..., C, D) over the allowed of k (..., K, D): the output (..., C, E) and the normaliser's log (..., C).
 
     A query with no key gives zeros and a log-normaliser of NOTHING. All in float32, or float64 for float64 input.

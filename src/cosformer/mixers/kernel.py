@@ -27,7 +27,9 @@ class Kernel(Mixer):
     """Abstract: a mixer of ops.linear. A subclass names its feature map and the core's options."""
 
     streaming = True
-    rope: Admission = "its features are not functions of the dot product, so rotating q and k would not encode distances"
+    rope: Admission = (
+        "its features are not functions of the dot product, so rotating q and k would not encode distances"
+    )
     grouped = True
     horizon: float = math.inf
     relu = False  # ReLU inside the core, where it is free
@@ -49,7 +51,13 @@ class Kernel(Mixer):
 
     def _options(self, key_mask: Tensor | None) -> dict[str, Any]:
         decay, signed = self.rates(), self.signed
-        return {"horizon": self.horizon, "relu": self.relu, "signed": signed, "decay": decay, "key_mask": key_mask}
+        return {
+            "horizon": self.horizon,
+            "relu": self.relu,
+            "signed": signed,
+            "decay": decay,
+            "key_mask": key_mask,
+        }
 
     def state_size(self):
         features = self.head_dim * (1 if self.horizon == math.inf else 2)
@@ -88,7 +96,9 @@ class Cosformer(Kernel):
         if decay == "ladder":
             return torch.linspace(math.log(1 / 4), math.log(1 / max(4, self.max_length)), self.heads).exp()
         if isinstance(decay, str) or len(decay) != self.heads or min(decay) < 0:
-            raise ValueError(f'decay must be None, "ladder" or one rate >= 0 per head ({self.heads}); got {decay!r}')
+            raise ValueError(
+                f'decay must be None, "ladder" or one rate >= 0 per head ({self.heads}); got {decay!r}'
+            )
         return torch.tensor([float(rate) for rate in decay])
 
     def rates(self):

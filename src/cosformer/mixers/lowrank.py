@@ -29,7 +29,9 @@ class Linformer(Mixer):
         rank = min(256, max_length) if rank is None else rank
         if not 1 <= rank <= max_length:
             raise ValueError(f"rank must be 1 to max_length = {max_length}; got {rank}")
-        self.E = nn.Parameter(torch.randn(rank, max_length) * rank**-0.5)  # keeps lengths in the mean (Johnson-Lindenstrauss)
+        self.E = nn.Parameter(
+            torch.randn(rank, max_length) * rank**-0.5
+        )  # keeps lengths in the mean (Johnson-Lindenstrauss)
         self.F = nn.Parameter(torch.randn(rank, max_length) * rank**-0.5)
 
     def mix(self, q, k, v, *, causal, key_mask):
@@ -70,12 +72,20 @@ class Nystrom(Mixer):
         if conv is not None and (conv < 1 or conv % 2 == 0):
             raise ValueError(f"conv must be None or an odd width; got {conv}")
         self.landmarks, self.iterations = landmarks, iterations
-        self.conv = None if conv is None else nn.Conv2d(heads, heads, (conv, 1), padding=(conv // 2, 0), groups=heads, bias=False)
+        self.conv = (
+            None
+            if conv is None
+            else nn.Conv2d(heads, heads, (conv, 1), padding=(conv // 2, 0), groups=heads, bias=False)
+        )
 
     def mix(self, q, k, v, *, causal, key_mask):
         dtype = torch.promote_types(q.dtype, torch.float32)  # the iterated inverse needs the digits
         x, y, u = (t.to(dtype) for t in (q, k, v))
-        kept = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device) if key_mask is None else key_mask
+        kept = (
+            torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
+            if key_mask is None
+            else key_mask
+        )
         x = x.masked_fill(~kept[:, None, :, None], 0)  # queries make landmarks too
         mean, used = self._segments(kept)
         mean = mean.to(dtype)
@@ -83,7 +93,9 @@ class Nystrom(Mixer):
         used, kept = used[:, None, None], kept[:, None, None]
         left, middle, right = _softmax(x, K, used), _softmax(Q, K, used), _softmax(Q, y, kept)
         unused = ~used.squeeze(2)[..., None] & torch.eye(used.shape[-1], dtype=torch.bool, device=q.device)
-        middle = torch.where(used.mT, middle, unused.to(dtype))  # an unused landmark is its own inverse, apart from the others
+        middle = torch.where(
+            used.mT, middle, unused.to(dtype)
+        )  # an unused landmark is its own inverse, apart from the others
         out = left @ (self._inverse(middle) @ (right @ u))
         if self.conv is not None:
             out = out + F.conv2d(u, self.conv.weight.to(dtype), padding=self.conv.padding, groups=self.heads)
@@ -93,7 +105,9 @@ class Nystrom(Mixer):
         """The matrix (B, 1, m, N) that averages a row's kept tokens over its segments, and which of the m it uses (B, m)."""
         count = kept.sum(-1, keepdim=True)
         m = count.clamp(max=self.landmarks)
-        segment = (kept.cumsum(-1) - 1) * m // count.clamp_min(1)  # the r-th of n tokens lies in segment floor(r m / n)
+        segment = (
+            (kept.cumsum(-1) - 1) * m // count.clamp_min(1)
+        )  # the r-th of n tokens lies in segment floor(r m / n)
         number = torch.arange(min(self.landmarks, kept.shape[1]), device=kept.device)[:, None]
         member = ((segment[:, None] == number) & kept[:, None]).float()
         return (member / member.sum(-1, keepdim=True).clamp_min(1))[:, None], number.T < m

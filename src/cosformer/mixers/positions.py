@@ -41,7 +41,9 @@ class Rope(nn.Module):
         """x (..., N, D) with its first row at position `offset`."""
         at = torch.arange(offset, offset + x.shape[-2], dtype=torch.float64)
         angle = at[:, None] * torch.tensor(self.speed, dtype=torch.float64)  # float64: exact at any position
-        cos, sin = (t.to(x.device, torch.promote_types(x.dtype, torch.float32)) for t in (angle.cos(), angle.sin()))
+        cos, sin = (
+            t.to(x.device, torch.promote_types(x.dtype, torch.float32)) for t in (angle.cos(), angle.sin())
+        )
         a, b = x.chunk(2, -1)
         return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
 
@@ -83,9 +85,13 @@ class SineSPE(nn.Module):
     def _encode(self, x: Tensor, start: int, shift: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         at = torch.arange(start, start + x.shape[2], dtype=torch.float64, device=x.device)[:, None, None]
-        angle = (2 * math.pi * self.frequency.double()[:, None] * at + shift.double()[:, None]).to(dtype)  # (H, N, D, sines)
+        angle = (2 * math.pi * self.frequency.double()[:, None] * at + shift.double()[:, None]).to(
+            dtype
+        )  # (H, N, D, sines)
         wave = torch.stack([angle.cos(), angle.sin()], -1) * self.gain.to(dtype)[:, None, :, :, None]
-        spread = x.to(dtype)[..., None, None] * wave  # (B, H, N, D, sines, 2): the noise is never spread over positions
+        spread = (
+            x.to(dtype)[..., None, None] * wave
+        )  # (B, H, N, D, sines, 2): the noise is never spread over positions
         return (spread.flatten(3) @ (self.noise.to(dtype) / math.sqrt(x.shape[-1])).flatten(1, 3)).to(x.dtype)
 
 
@@ -120,16 +126,22 @@ class ConvSPE(nn.Module):
         p = torch.arange(self.taps, device=distance.device)
         other = p - distance[..., None].long()
         inside = (other >= 0) & (other < self.taps)
-        pairs = self.query_filter[:, :, p.expand_as(other)] * self.key_filter[:, :, other.clamp(0, self.taps - 1)]
+        pairs = (
+            self.query_filter[:, :, p.expand_as(other)] * self.key_filter[:, :, other.clamp(0, self.taps - 1)]
+        )
         return (pairs * inside).sum(-1)
 
     def _encode(self, x: Tensor, start: int, taps: Tensor) -> Tensor:
         N, D = x.shape[2:]
         if start + N > self.max_length:
-            raise ValueError(f"conv_spe has noise for max_length = {self.max_length} positions; got positions up to {start + N}")
+            raise ValueError(
+                f"conv_spe has noise for max_length = {self.max_length} positions; got positions up to {start + N}"
+            )
         dtype = torch.promote_types(x.dtype, torch.float32)
         generator = torch.Generator().manual_seed(int(self.seed))
-        noise = torch.randn(self.max_length + self.taps - 1, D, D, generator=generator)  # position p has row p + taps - 1
+        noise = torch.randn(
+            self.max_length + self.taps - 1, D, D, generator=generator
+        )  # position p has row p + taps - 1
         noise = noise[start : start + N + self.taps - 1].to(x.device, dtype) / math.sqrt(D)
         out = torch.zeros_like(x, dtype=dtype)
         for p in range(self.taps):  # one tap at a time: the filtered noise (H, N, D, R) is never held

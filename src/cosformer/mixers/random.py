@@ -25,7 +25,9 @@ def orthogonal(rows: int, size: int, generator: torch.Generator | None = None) -
     blocks = []
     for _ in range(-(-rows // size)):
         basis, r = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
-        blocks.append((basis * r.diagonal().sign()).T)  # without the signs of r the directions would not be uniform
+        blocks.append(
+            (basis * r.diagonal().sign()).T
+        )  # without the signs of r the directions would not be uniform
     lengths = torch.randn(rows, size, generator=generator, dtype=torch.float64).norm(dim=1, keepdim=True)
     return (torch.cat(blocks)[:rows] * lengths).float()
 
@@ -89,12 +91,16 @@ class Performer(Mixer):
             e = self._key_exponents(k, key_mask)
             top = e.detach().amax((-2, -1), keepdim=True)
             k, options = torch.exp(e - top.masked_fill(top.isinf(), 0)), {}
-        return linear_attention(self._queries(q), k, v.to(k.dtype), key_mask=key_mask, eps=TINY, **options).to(v.dtype)
+        return linear_attention(
+            self._queries(q), k, v.to(k.dtype), key_mask=key_mask, eps=TINY, **options
+        ).to(v.dtype)
 
     def step(self, q, k, v, state, *, key_mask):
         k, rates, shift = self._running(k, key_mask, None if state is None else state.shift)
         options = {"key_mask": key_mask, "decay": rates, "eps": TINY}
-        out, after = linear_stream(self._queries(q), k, v.to(k.dtype), None if state is None else state.state, **options)
+        out, after = linear_stream(
+            self._queries(q), k, v.to(k.dtype), None if state is None else state.state, **options
+        )
         return out.to(v.dtype), Shifted(after, shift)
 
     def state_size(self):
@@ -108,7 +114,9 @@ class Performer(Mixer):
         e = self.exponents(k)
         return e if key_mask is None else e.masked_fill(~key_mask[:, None, :, None], -math.inf)
 
-    def _running(self, k: Tensor, key_mask: Tensor | None, before: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    def _running(
+        self, k: Tensor, key_mask: Tensor | None, before: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """The keys' features under the running maximum m, the rates m_t - m_(t-1) per query head, and the last m.
 
         Until the first unmasked key there is no maximum and nothing to scale: m is then that key's (0 if there is none).
@@ -184,7 +192,9 @@ class RandomFeatureAttention(Mixer):
 
     def step(self, q, k, v, state, *, key_mask):
         k, rates = self._gated(k)
-        out, state = linear_stream(self.phi(q), k, v.to(k.dtype), state, signed=True, key_mask=key_mask, decay=rates)
+        out, state = linear_stream(
+            self.phi(q), k, v.to(k.dtype), state, signed=True, key_mask=key_mask, decay=rates
+        )
         return out.to(v.dtype), state
 
     def state_size(self):
@@ -194,7 +204,9 @@ class RandomFeatureAttention(Mixer):
         phi = self.phi(k)
         if self.gate_weight is None or self.gate_bias is None:
             return phi, None
-        logit = (k.to(phi.dtype) * self.gate_weight.to(phi.dtype)).sum(-1) + self.gate_bias.to(phi.dtype)  # of g
+        logit = (k.to(phi.dtype) * self.gate_weight.to(phi.dtype)).sum(-1) + self.gate_bias.to(
+            phi.dtype
+        )  # of g
         return phi * torch.sigmoid(-logit).unsqueeze(-1), F.softplus(-logit)  # 1 - g, and -log g
 
 
@@ -202,10 +214,20 @@ def _generator(seed: int | None) -> torch.Generator | None:
     return None if seed is None else torch.Generator().manual_seed(seed)
 
 
-def _aligned(length: int, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _aligned(
+    length: int, k: Tensor, v: Tensor, key_mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """As many keys as queries, which rates per position need: keys no query may see are cut, missing ones are masked."""
     k, v, key_mask = k[:, :, :length], v[:, :, :length], None if key_mask is None else key_mask[:, :length]
     if missing := length - k.shape[2]:
-        key_mask = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device) if key_mask is None else key_mask
-        k, v, key_mask = F.pad(k, (0, 0, 0, missing)), F.pad(v, (0, 0, 0, missing)), F.pad(key_mask, (0, missing))
+        key_mask = (
+            torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
+            if key_mask is None
+            else key_mask
+        )
+        k, v, key_mask = (
+            F.pad(k, (0, 0, 0, missing)),
+            F.pad(v, (0, 0, 0, missing)),
+            F.pad(key_mask, (0, missing)),
+        )
     return k, v, key_mask

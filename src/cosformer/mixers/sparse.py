@@ -46,12 +46,18 @@ class Local(Mixer):
         j, there = places(index, inside)
         near = (i - j[:, :, :, None]).abs() <= self.window
         allowed = near & (j >= self.globals)[:, :, :, None] & there[:, :, :, None]
-        parts = [attend(rows, take(split(k, C), index), take(split(v, C), index), _past(allowed, i, j, causal))]
+        parts = [
+            attend(rows, take(split(k, C), index), take(split(v, C), index), _past(allowed, i, j, causal))
+        ]
         if g := min(self.globals, L):
             j = torch.arange(g, device=q.device).view(1, 1, 1, g)
-            parts.append(attend(rows, k[:, :, None, :g], v[:, :, None, :g], _past(_keys(key_mask, g, q), i, j, causal)))
+            parts.append(
+                attend(rows, k[:, :, None, :g], v[:, :, None, :g], _past(_keys(key_mask, g, q), i, j, causal))
+            )
         out = join(merge(*parts), L)
-        if g and not causal:  # causally a global token sees its past, which is global: the parts above have all of it
+        if (
+            g and not causal
+        ):  # causally a global token sees its past, which is global: the parts above have all of it
             seen, _ = attend(q[:, :, :g], k, v, _keys(key_mask, L, q).squeeze(2))
             out = torch.cat([seen, out[:, :, g:]], 2)
         return out.to(q.dtype)
@@ -59,9 +65,13 @@ class Local(Mixer):
     def step(self, q, k, v, state, *, key_mask):
         cache = extend(state, k, v, key_mask)
         lag = cache.at[-q.shape[2] :, None] - cache.at
-        allowed = (lag >= 0) & ((lag <= self.window) | (cache.at < self.globals)) & cache.key_mask[:, None, None, :]
+        allowed = (
+            (lag >= 0) & ((lag <= self.window) | (cache.at < self.globals)) & cache.key_mask[:, None, None, :]
+        )
         out, _ = attend(q, cache.k, cache.v, allowed)
-        keep = ((cache.at > cache.position - 1 - self.window) | (cache.at < self.globals)).nonzero().squeeze(1)
+        keep = (
+            ((cache.at > cache.position - 1 - self.window) | (cache.at < self.globals)).nonzero().squeeze(1)
+        )
         k, v = (x.index_select(2, keep) for x in (cache.k, cache.v))
         return out.to(q.dtype), replace(cache, k=k, v=v, key_mask=cache.key_mask[:, keep], at=cache.at[keep])
 
@@ -98,7 +108,9 @@ class Sparse(Mixer):
         self.stride = max(1, round(max_length**0.5)) if stride is None else stride
         self.columns = min(8, self.stride) if columns is None else columns
         if self.stride < 1 or not 0 <= self.columns <= self.stride:
-            raise ValueError(f"stride must be at least 1, columns 0 to stride; got stride {stride}, columns {columns}")
+            raise ValueError(
+                f"stride must be at least 1, columns 0 to stride; got stride {stride}, columns {columns}"
+            )
 
     def mix(self, q, k, v, *, causal, key_mask):
         L, C = q.shape[2], self.stride
@@ -112,7 +124,9 @@ class Sparse(Mixer):
         index = _neighbours(n, causal, i.device)
         j, there = places(index, inside)
         lag = i - j[:, :, :, None]
-        allowed = (lag.abs() <= C) & (lag % C != 0) & there[:, :, :, None]  # multiples of the stride are the other part's
+        allowed = (
+            (lag.abs() <= C) & (lag % C != 0) & there[:, :, :, None]
+        )  # multiples of the stride are the other part's
         window = attend(rows, take(keys, index), take(values, index), _past(allowed, i, j, causal))
         # Down the columns: position b C + c meets b' C + c. One attention per column c, of n rows.
         down = inside.transpose(1, 2)[:, None, :, None, :]  # (B, 1, C, 1, n)
@@ -176,7 +190,9 @@ class BigBird(Mixer):
         """The global blocks (B, g) and each query block's key blocks (B, H, n, W), -1 for none; `inside` is from `kept`."""
         n = inside.shape[1]
         block = torch.arange(n, device=inside.device)
-        count = (inside.any(-1) * (block + 1)).amax(1).view(-1, 1, 1, 1)  # the blocks of each row, up to its last key
+        count = (
+            (inside.any(-1) * (block + 1)).amax(1).view(-1, 1, 1, 1)
+        )  # the blocks of each row, up to its last key
         lead = torch.tensor(self.global_blocks, dtype=torch.int64, device=inside.device).view(1, 1, 1, -1)
         lead = torch.where(lead < 0, lead + count, lead)
         twice = (lead[..., None] == lead[..., None, :]).tril(-1).any(-1)
@@ -185,7 +201,9 @@ class BigBird(Mixer):
         near = block[:, None] + torch.arange(-half, half + 1, device=block.device)
         near = torch.where((near >= 0) & (near < count), near, -1)
         far = lead.expand(-1, -1, n, -1)
-        seen = torch.cat([near, far.masked_fill((far - block[:, None]).abs() <= half, -1)], -1).expand(-1, self.heads, -1, -1)
+        seen = torch.cat([near, far.masked_fill((far - block[:, None]).abs() <= half, -1)], -1).expand(
+            -1, self.heads, -1, -1
+        )
         for t in range(self.draw.shape[2]):
             free = count[..., 0] - (seen >= 0).sum(-1)
             pick = self.draw[:, :n, t] * free >> 31  # the pick-th of the blocks not seen yet ...
@@ -197,7 +215,9 @@ class BigBird(Mixer):
     def mix(self, q, k, v, *, causal, key_mask):
         L, C = q.shape[2], self.block
         if L > self.draw.shape[1] * C:
-            raise ValueError(f"bigbird has random blocks for max_length = {self.max_length} tokens; got q of length {L}")
+            raise ValueError(
+                f"bigbird has random blocks for max_length = {self.max_length} tokens; got q of length {L}"
+            )
         rows, inside = split(q, C), kept(k, key_mask, C)
         lead, index = self.pattern(inside)
         _, there = places(index, inside)

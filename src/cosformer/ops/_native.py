@@ -48,7 +48,9 @@ class _Kernel:
         library = ctypes.CDLL(str(_path(isa)))
         library.cosformer_abi.restype = ctypes.c_int64
         if library.cosformer_abi() != _CALL.size * 1000 + _GRADS.size:
-            raise RuntimeError(f"{_path(isa)} was built from other sources than this module; install the package again")
+            raise RuntimeError(
+                f"{_path(isa)} was built from other sources than this module; install the package again"
+            )
         self.supports, self.forward, self.backward = (
             library.cosformer_cpu_supports,
             library.cosformer_forward,
@@ -63,7 +65,9 @@ def available() -> list[str]:
     built = [isa for isa in ISAS if _path(isa).exists()]
     if not built:
         return []
-    supports = _Kernel(built[-1]).supports  # any of them may be asked: this function uses no special instructions
+    supports = _Kernel(
+        built[-1]
+    ).supports  # any of them may be asked: this function uses no special instructions
     return [isa for isa in built if supports(isa.encode())]
 
 
@@ -74,7 +78,9 @@ def load(isa: str | None = None) -> None:
     usable = available()
     if isa and isa not in usable:
         problem = (
-            "not supported by this CPU" if _path(isa).exists() else f"not built; these can be used: {', '.join(usable) or 'none'}"
+            "not supported by this CPU"
+            if _path(isa).exists()
+            else f"not built; these can be used: {', '.join(usable) or 'none'}"
         )
         raise RuntimeError(f"the kernel for {isa!r} is {problem}")
     if not usable:
@@ -91,7 +97,10 @@ def _loaded() -> "_Kernel | str":
                     load()
                 except (OSError, RuntimeError) as error:
                     _library = str(error)
-                    _log.warning("the native CPU kernel cannot be used (%s); the slower torch backend runs instead", error)
+                    _log.warning(
+                        "the native CPU kernel cannot be used (%s); the slower torch backend runs instead",
+                        error,
+                    )
     assert _library is not None
     return _library
 
@@ -146,7 +155,23 @@ def _rows(t):
 
 
 def _call(
-    q, k, v, out, norm, state, state_out, theta, decay, key_mask, cu_seqlens, causal, q_offset, position, relu, signed, eps
+    q,
+    k,
+    v,
+    out,
+    norm,
+    state,
+    state_out,
+    theta,
+    decay,
+    key_mask,
+    cu_seqlens,
+    causal,
+    q_offset,
+    position,
+    relu,
+    signed,
+    eps,
 ) -> bytes:
     B, H, L, D = q.shape
     _, Hk, S, E = v.shape
@@ -180,7 +205,24 @@ def _check(failed: int) -> None:
         raise MemoryError("the native kernel could not allocate its scratch memory")
 
 
-def forward(q, k, v, theta, decay, key_mask, cu_seqlens, state, *, causal, q_offset, position, relu, signed, eps, keep_state):
+def forward(
+    q,
+    k,
+    v,
+    theta,
+    decay,
+    key_mask,
+    cu_seqlens,
+    state,
+    *,
+    causal,
+    q_offset,
+    position,
+    relu,
+    signed,
+    eps,
+    keep_state,
+):
     """Returns out, the normaliser before its clamp, and the state (empty unless kept or needed by `backward`)."""
     B, H, L, D = q.shape
     E = v.shape[-1]
@@ -194,7 +236,23 @@ def forward(q, k, v, theta, decay, key_mask, cu_seqlens, state, *, causal, q_off
         state_out = torch.empty((B, H, D if theta is None else 2 * D, E + 1), dtype=torch.float32)
     state = _rows(state)
     call = _call(
-        q, k, v, out, norm, state, state_out, theta, decay, key_mask, cu_seqlens, causal, q_offset, position, relu, signed, eps
+        q,
+        k,
+        v,
+        out,
+        norm,
+        state,
+        state_out,
+        theta,
+        decay,
+        key_mask,
+        cu_seqlens,
+        causal,
+        q_offset,
+        position,
+        relu,
+        signed,
+        eps,
     )
     _check(_kernel().forward(call))
     return out.to(q.dtype) if two_sweeps else out, norm, torch.empty(0) if state_out is None else state_out
@@ -249,9 +307,33 @@ def backward(
         rates = (dA.data_ptr(), ddecay.data_ptr())
 
     call = _call(
-        q, k, v, out, norm, state, state_out, theta, decay, key_mask, cu_seqlens, causal, q_offset, position, relu, signed, eps
+        q,
+        k,
+        v,
+        out,
+        norm,
+        state,
+        state_out,
+        theta,
+        decay,
+        key_mask,
+        cu_seqlens,
+        causal,
+        q_offset,
+        position,
+        relu,
+        signed,
+        eps,
     )
-    grads = _GRADS.pack(*_tensor(dout), *_tensor(dq), *_tensor(dk), *_tensor(dv), *_tensor(dstate), *_tensor(dstate_in), *rates)
+    grads = _GRADS.pack(
+        *_tensor(dout),
+        *_tensor(dq),
+        *_tensor(dk),
+        *_tensor(dv),
+        *_tensor(dstate),
+        *_tensor(dstate_in),
+        *rates,
+    )
     _check(_kernel().backward(call, grads))
 
     if grouped:

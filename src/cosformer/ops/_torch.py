@@ -33,7 +33,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-CHUNK = 128  # of a window: long enough to keep the GEMMs busy, short enough for its quadratic part to stay small
+CHUNK = (
+    128  # of a window: long enough to keep the GEMMs busy, short enough for its quadratic part to stay small
+)
 STRIDE = 1024  # where there is no window nothing is quadratic, and longer steps only save calls
 
 
@@ -47,7 +49,22 @@ def info() -> dict[str, object]:
 
 
 def forward(
-    q, k, v, theta, decay, key_mask, cu_seqlens, state, *, causal, q_offset, position, relu, signed, eps, keep_state
+    q,
+    k,
+    v,
+    theta,
+    decay,
+    key_mask,
+    cu_seqlens,
+    state,
+    *,
+    causal,
+    q_offset,
+    position,
+    relu,
+    signed,
+    eps,
+    keep_state,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return out (B, H, L, E), the normaliser z (B, H, L) and the state after the last key (B, H, F, E + 1).
 
@@ -55,8 +72,12 @@ def forward(
     keys before `position`, the first key's place on the angle's axis. A bidirectional call with decay has no state to return.
     """
     if cu_seqlens is not None:
-        return _packed_forward(q, k, v, theta, decay, key_mask, cu_seqlens, causal=causal, relu=relu, signed=signed, eps=eps)
-    c = _Chunks(q, k, v, theta, decay, key_mask, causal=causal, q_offset=q_offset, position=position, relu=relu)
+        return _packed_forward(
+            q, k, v, theta, decay, key_mask, cu_seqlens, causal=causal, relu=relu, signed=signed, eps=eps
+        )
+    c = _Chunks(
+        q, k, v, theta, decay, key_mask, causal=causal, q_offset=q_offset, position=position, relu=relu
+    )
     out, norm = c.empty(q.dtype, c.L, c.E), torch.empty(c.B, c.H, c.L, dtype=c.dtype, device=q.device)
 
     far = {}  # what each query reads from its right
@@ -117,7 +138,9 @@ def backward(
     if cu_seqlens is not None:
         args = (dout, q, k, v, out, norm, theta, decay, key_mask, cu_seqlens)
         return *_packed_backward(*args, causal=causal, relu=relu, signed=signed, eps=eps), None
-    c = _Chunks(q, k, v, theta, decay, key_mask, causal=causal, q_offset=q_offset, position=position, relu=relu)
+    c = _Chunks(
+        q, k, v, theta, decay, key_mask, causal=causal, q_offset=q_offset, position=position, relu=relu
+    )
     c.start_backward(dout, out, norm, eps, signed)
 
     # Left to right: queries read the keys before them; two-sided, keys and suffix also read the queries before them.
@@ -162,7 +185,9 @@ def backward(
         mirror = c.fade(mirror, lo, hi)
 
     if c.decay is not None and dstate is not None and c.S:
-        c.dA_key[:, :, -1] -= (dstate * left).sum((-2, -1))  # the state handed out is itself decayed up to the last key
+        c.dA_key[:, :, -1] -= (dstate * left).sum(
+            (-2, -1)
+        )  # the state handed out is itself decayed up to the last key
     ddecay = None if c.decay is None else c.rate_gradient()
     dstate_in = None if state is None else mirror.clone() if mirror is dstate else mirror
     return c.dq.to(q.dtype), c.dk.to(k.dtype), c.dv.to(v.dtype), ddecay, dstate_in
@@ -248,7 +273,9 @@ class _Chunks:
             return self.decay.double()[None, :, None] * torch.arange(1, hi - lo + 1, device=self.q.device)
         return self.decay[:, :, lo:hi].double().cumsum(-1)
 
-    def reach(self, x: Tensor, lo: int, hi: int, *, leftward: bool = False, until: int | None = None) -> Tensor:
+    def reach(
+        self, x: Tensor, lo: int, hi: int, *, leftward: bool = False, until: int | None = None
+    ) -> Tensor:
         """x weighted by what decay leaves between each position of [lo, hi) and the state entering the span [lo, until or hi).
 
         Going right the state enters at lo and position i is reached by exp(-g_i); going left it enters at the end, exp(-(G - g_i)).
@@ -274,14 +301,20 @@ class _Chunks:
 
     def absorb(self, state, x, u, lo, hi, *, until=None, leftward=False) -> Tensor:
         """The state after travelling across [lo, until or hi) and taking in phi(x) u^T of [lo, hi)."""
-        x = self.reach(x, lo, hi, leftward=not leftward, until=until)  # leaving a span at one end is entering it at the other
+        x = self.reach(
+            x, lo, hi, leftward=not leftward, until=until
+        )  # leaving a span at one end is entering it at the other
         return self.fade(state, lo, until or hi) + self.phi(x, lo, hi).mT @ u
 
     def table(self, lo: int, hi: int, end: int) -> Tensor:
         """cos(theta (i - j)) exp(-|A_i - A_j|), 0 where query i must not see key j: (.., hi - lo, end - lo)."""
         n, m = hi - lo, end - lo
         lag = torch.arange(n, device=self.q.device)[:, None] - torch.arange(m, device=self.q.device)
-        w = torch.ones(n, m, dtype=self.dtype, device=self.q.device) if self.theta is None else self.cos_lag[:, lag + CHUNK]
+        w = (
+            torch.ones(n, m, dtype=self.dtype, device=self.q.device)
+            if self.theta is None
+            else self.cos_lag[:, lag + CHUNK]
+        )
         if self.decay is not None:
             g = self.sums(lo, hi)
             w = w * torch.exp(-(g[..., :, None] - g[..., None, :m]).abs()).to(self.dtype)
@@ -312,7 +345,9 @@ class _Chunks:
         dx = self.dphi(self.reach(m, lo, hi, leftward=leftward) @ state.mT, lo, hi)
         self._add_dq(dx, x, lo, hi, self._toward(leftward, x, dx))
 
-    def key_reads(self, mirror: Tensor, lo: int, hi: int, *, until: int | None = None, leftward: bool = False) -> None:
+    def key_reads(
+        self, mirror: Tensor, lo: int, hi: int, *, until: int | None = None, leftward: bool = False
+    ) -> None:
         y, u = self.key(lo, hi), self.value(lo, hi)
         dy = self.dphi(self.reach(u, lo, hi, leftward=leftward, until=until) @ mirror.mT, lo, hi)
         dv = self.phi(self.reach(y, lo, hi, leftward=leftward, until=until), lo, hi) @ mirror[..., :-1]
@@ -323,7 +358,13 @@ class _Chunks:
         return None if self.decay is None else (x * dx).sum(-1) * (1 if leftward else -1)
 
     def inside_chunk(self, lo: int, hi: int, end: int) -> None:
-        x, m, y, u, w = self.query(lo, hi), self.m(lo, hi), self.key(lo, end), self.value(lo, end), self.table(lo, hi, end)
+        x, m, y, u, w = (
+            self.query(lo, hi),
+            self.m(lo, hi),
+            self.key(lo, end),
+            self.value(lo, end),
+            self.table(lo, hi, end),
+        )
         s, ds = (x @ y.mT) * w, (m @ u.mT) * w
         rows = columns = None
         if self.decay is not None:
@@ -371,7 +412,9 @@ def _clamp(z: Tensor, eps: float, signed: bool) -> Tensor:
 def _buckets(cu_seqlens: Tensor, device: torch.device) -> Iterator[tuple[Tensor, Tensor]]:
     """Yield (index, valid), both (n, longest): each row names one sequence's tokens, padded with its first."""
     starts, lengths = cu_seqlens[:-1], cu_seqlens.diff()
-    power = torch.tensor([max(int(n) - 1, 0).bit_length() if n else -1 for n in lengths.tolist()], dtype=torch.long)
+    power = torch.tensor(
+        [max(int(n) - 1, 0).bit_length() if n else -1 for n in lengths.tolist()], dtype=torch.long
+    )
     for p in sorted(set(power.tolist()) - {-1}):
         chosen = power == p
         at = torch.arange(int(lengths[chosen].max()))
@@ -389,20 +432,27 @@ def _packed_forward(q, k, v, theta, decay, key_mask, cu_seqlens, **options):
     norm = q.new_zeros(q.shape[:3], dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
     for index, valid in _buckets(cu_seqlens, q.device):
         q_, k_, v_, rates, mask = _bucket(q, k, v, decay, key_mask, index, valid)
-        o, z, _ = forward(q_, k_, v_, theta, rates, mask, None, None, q_offset=0, position=0, keep_state=False, **options)
+        o, z, _ = forward(
+            q_, k_, v_, theta, rates, mask, None, None, q_offset=0, position=0, keep_state=False, **options
+        )
         out[0][:, index[valid]] = o.transpose(0, 1)[:, valid]
         norm[0][:, index[valid]] = z.transpose(0, 1)[:, valid]
     return out, norm, norm.new_empty(0)
 
 
 def _packed_backward(dout, q, k, v, out, norm, theta, decay, key_mask, cu_seqlens, **options):
-    dq, dk, dv = (torch.zeros_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2) for x in (q, k, v))
+    dq, dk, dv = (
+        torch.zeros_like(x.transpose(1, 2), memory_format=torch.contiguous_format).transpose(1, 2)
+        for x in (q, k, v)
+    )
     ddecay = None if decay is None else torch.zeros_like(decay, memory_format=torch.contiguous_format)
     for index, valid in _buckets(cu_seqlens, q.device):
         q_, k_, v_, rates, mask = _bucket(q, k, v, decay, key_mask, index, valid)
         do = _gather(dout, index).masked_fill(~valid[:, None, :, None], 0)  # a padded query has no say
         saved = (_gather(out, index), _gather(norm, index), None, None)
-        *grads, drate, _ = backward(do, None, q_, k_, v_, *saved, theta, rates, mask, None, q_offset=0, position=0, **options)
+        *grads, drate, _ = backward(
+            do, None, q_, k_, v_, *saved, theta, rates, mask, None, q_offset=0, position=0, **options
+        )
         for total, part in zip((dq, dk, dv), grads, strict=True):
             total[0][:, index[valid]] = part.transpose(0, 1)[:, valid]
         if drate is None or ddecay is None:
@@ -416,5 +466,9 @@ def _packed_backward(dout, q, k, v, out, norm, theta, decay, key_mask, cu_seqlen
 
 def _bucket(q, k, v, decay, key_mask, index, valid):
     mask = valid if key_mask is None else valid & key_mask[0][index]
-    rates = _gather(decay, index).masked_fill(~valid[:, None], 0) if decay is not None and decay.ndim == 3 else decay
+    rates = (
+        _gather(decay, index).masked_fill(~valid[:, None], 0)
+        if decay is not None and decay.ndim == 3
+        else decay
+    )
     return _gather(q, index), _gather(k, index), _gather(v, index), rates, mask

@@ -14,7 +14,11 @@ Rates = float | Sequence[float] | Tensor
 
 
 def autocasting(x: object) -> bool:
-    return isinstance(x, Tensor) and torch.amp.is_autocast_available(x.device.type) and torch.is_autocast_enabled(x.device.type)
+    return (
+        isinstance(x, Tensor)
+        and torch.amp.is_autocast_available(x.device.type)
+        and torch.is_autocast_enabled(x.device.type)
+    )
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -31,7 +35,9 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> N
         if not isinstance(x, Tensor):
             raise TypeError(f"{name} must be a tensor; got {type(x).__name__}")
         if x.ndim != 4:
-            raise ValueError(f"{name} must have 4 dimensions (batch, heads, length, size); got shape {tuple(x.shape)}")
+            raise ValueError(
+                f"{name} must have 4 dimensions (batch, heads, length, size); got shape {tuple(x.shape)}"
+            )
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be float64, float32, bfloat16 or float16; got {x.dtype}")
     if not q.dtype == k.dtype == v.dtype:
@@ -55,14 +61,22 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> N
             given = key_mask.dtype if isinstance(key_mask, Tensor) else type(key_mask).__name__
             raise TypeError(f"key_mask must be a bool tensor, True = keep; got {given}")
         if key_mask.shape != (k.shape[0], k.shape[2]):
-            raise ValueError(f"key_mask must have shape (batch, keys) = {(k.shape[0], k.shape[2])}; got {tuple(key_mask.shape)}")
+            raise ValueError(
+                f"key_mask must have shape (batch, keys) = {(k.shape[0], k.shape[2])}; got {tuple(key_mask.shape)}"
+            )
         if key_mask.device != k.device:
             raise ValueError(f"key_mask must be on k's device {k.device}; got {key_mask.device}")
 
 
 def check_packed(q: Tensor, k: Tensor, cu_seqlens: Tensor, q_offset: int) -> None:
-    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.ndim != 1:
-        raise TypeError(f"cu_seqlens must be a 1-D int32 or int64 tensor of sequence boundaries; got {shown(cu_seqlens)}")
+    if (
+        not isinstance(cu_seqlens, Tensor)
+        or cu_seqlens.dtype not in (torch.int32, torch.int64)
+        or cu_seqlens.ndim != 1
+    ):
+        raise TypeError(
+            f"cu_seqlens must be a 1-D int32 or int64 tensor of sequence boundaries; got {shown(cu_seqlens)}"
+        )
     if q.shape[0] != 1 or q.shape[2] != k.shape[2] or q_offset != 0:
         raise ValueError(
             "cu_seqlens packs sequences into one batch row, with as many queries as keys and q_offset 0; "
@@ -83,11 +97,15 @@ def horizon_list(horizon: Horizon, heads: int) -> list[float]:
     """The horizon as a list of one number, or of one per head."""
     if isinstance(horizon, Tensor):
         if horizon.ndim > 1:
-            raise ValueError(f"horizon must be one number or one per head ({heads}); got shape {tuple(horizon.shape)}")
+            raise ValueError(
+                f"horizon must be one number or one per head ({heads}); got shape {tuple(horizon.shape)}"
+            )
         horizon = horizon.tolist()
     if isinstance(horizon, Sequence) and not isinstance(horizon, str):
         if len(horizon) not in (1, heads):
-            raise ValueError(f"horizon must be one number or one per head ({heads}); got {len(horizon)} numbers")
+            raise ValueError(
+                f"horizon must be one number or one per head ({heads}); got {len(horizon)} numbers"
+            )
         values = [float(h) for h in horizon]
     elif isinstance(horizon, Real | torch.SymInt | torch.SymFloat) and not isinstance(horizon, bool):
         values = [float(horizon)]
@@ -126,7 +144,9 @@ def rate_list(decay: Rates, heads: int) -> list[float]:
     if not all(isinstance(r, Real | torch.SymFloat) and not isinstance(r, bool) for r in values):
         raise TypeError(f"decay must be one rate, or one per head ({heads}), as numbers; got {shown(decay)}")
     if len(values) != heads or not all(0 <= r < math.inf for r in values):
-        raise ValueError(f"decay must be one rate, or one per head ({heads}), finite and 0 or more; got {given}")
+        raise ValueError(
+            f"decay must be one rate, or one per head ({heads}), finite and 0 or more; got {given}"
+        )
     return [float(r) for r in values]
 
 
@@ -139,9 +159,13 @@ def rates_of(decay: Rates | None, q: Tensor, k: Tensor, *, self_attention: bool)
     if not decay.is_floating_point():
         raise TypeError(f"decay must be a floating-point tensor of rates; got {shown(decay)}")
     if decay.shape != (H,) and decay.shape != (B, H, S):
-        raise ValueError(f"decay must have shape (heads,) = {(H,)} or (batch, heads, keys) = {(B, H, S)}; got {tuple(decay.shape)}")
+        raise ValueError(
+            f"decay must have shape (heads,) = {(H,)} or (batch, heads, keys) = {(B, H, S)}; got {tuple(decay.shape)}"
+        )
     if decay.ndim == 3 and not self_attention:
-        raise ValueError("decay with one rate per position needs self-attention (as many queries as keys, q_offset 0)")
+        raise ValueError(
+            "decay with one rate per position needs self-attention (as many queries as keys, q_offset 0)"
+        )
     if decay.device != q.device:
         raise ValueError(f"decay must be on q's device {q.device}; got {decay.device}")
     return decay.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
@@ -150,13 +174,17 @@ def rates_of(decay: Rates | None, q: Tensor, k: Tensor, *, self_attention: bool)
 def check_rate_values(decay: Tensor) -> None:
     if not bool(((decay >= 0) & (decay < math.inf)).all()):
         least, most = decay.min().item(), decay.max().item()
-        raise ValueError(f"decay rates must be finite and 0 or more; those given reach from {least:g} to {most:g}")
+        raise ValueError(
+            f"decay rates must be finite and 0 or more; those given reach from {least:g} to {most:g}"
+        )
 
 
 def check_state(tensor: Tensor, q: Tensor, v: Tensor, horizons: list[float]) -> None:
     expected = state_shape(q, v, horizons)
     if tuple(tensor.shape) != expected:
-        raise ValueError(f"state must have shape (batch, heads, features, value size + 1) = {expected}; got {tuple(tensor.shape)}")
+        raise ValueError(
+            f"state must have shape (batch, heads, features, value size + 1) = {expected}; got {tuple(tensor.shape)}"
+        )
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     if tensor.dtype != dtype or tensor.device != q.device:
         raise TypeError(f"state must be {dtype} on {q.device}; got {tensor.dtype} on {tensor.device}")
@@ -167,7 +195,9 @@ def check_state_horizons(made: Sequence[float] | None, horizons: list[float]) ->
     if made is None:
         return
     heads = max(len(made), len(horizons))
-    if list(made) * (heads // len(made)) != horizons * (heads // len(horizons)):  # one for all is the same as one per head
+    if list(made) * (heads // len(made)) != horizons * (
+        heads // len(horizons)
+    ):  # one for all is the same as one per head
         raise ValueError(
             f"horizon is {_numbers(horizons)}, but the state was made with {_numbers(made)} and is bound to it; "
             f"pass {_numbers(made)}, or start again, without a state, with {_numbers(horizons)}"
@@ -187,4 +217,8 @@ def no_cosine(horizons: Sequence[float]) -> bool:
 
 
 def shown(x: object) -> str:
-    return f"a {x.dtype} tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"{type(x).__name__} {x!r}"
+    return (
+        f"a {x.dtype} tensor of shape {tuple(x.shape)}"
+        if isinstance(x, Tensor)
+        else f"{type(x).__name__} {x!r}"
+    )

@@ -46,7 +46,9 @@ def cosformer_attention(
     """
     if horizon is None:
         if cu_seqlens is not None:
-            raise ValueError("horizon=None has no meaning for packed sequences (cu_seqlens); pass a number for all of them")
+            raise ValueError(
+                "horizon=None has no meaning for packed sequences (cu_seqlens); pass a number for all of them"
+            )
         horizon = _longest(q, k)
     options: dict[str, Any] = {
         "causal": causal,
@@ -77,7 +79,9 @@ def cosformer_stream(
     known, and bounds the stream unless it is `math.inf`.
     """
     if horizon is None:
-        raise ValueError("horizon=None has no meaning for a stream, whose length is not known; pass a number, or math.inf")
+        raise ValueError(
+            "horizon=None has no meaning for a stream, whose length is not known; pass a number, or math.inf"
+        )
     options: dict[str, Any] = {"key_mask": key_mask, "decay": decay, "eps": eps, "backend": backend}
     return linear_stream(q, k, v, state, horizon=horizon, relu=True, **options)
 

@@ -68,7 +68,9 @@ class State:
 
     tensor: Tensor
     position: int = 0
-    horizons: tuple[float, ...] | None = None  # one, or one per head; None in a state made by hand, which takes the next call's
+    horizons: tuple[float, ...] | None = (
+        None  # one, or one per head; None in a state made by hand, which takes the next call's
+    )
     origin: "State | None" = None  # set by snapshot(): where rollback() starts from ...
     trail: tuple[Tokens, ...] = ()  # ... and what was taken in since
 
@@ -93,10 +95,14 @@ class State:
         """The state as it was `tokens` tokens ago, exactly; it can go back as far as the last snapshot."""
         start = self.origin
         if start is None:
-            raise ValueError("rollback: this state has no snapshot to return to; call state.snapshot() before the tokens")
+            raise ValueError(
+                "rollback: this state has no snapshot to return to; call state.snapshot() before the tokens"
+            )
         keep = self.position - start.position - tokens
         if tokens < 0 or keep < 0:
-            raise ValueError(f"rollback: tokens is {tokens}; 0 to {self.position - start.position} were seen since the snapshot")
+            raise ValueError(
+                f"rollback: tokens is {tokens}; 0 to {self.position - start.position} were seen since the snapshot"
+            )
         state = start.snapshot()
         with full_precision(self.tensor):
             for taken in self.trail:
@@ -109,12 +115,18 @@ class State:
     def state_dict(self) -> dict[str, Tensor]:
         """What `torch.save` or safetensors keeps; `State.from_state_dict` is the way back. A snapshot is not kept."""
         saved = {"tensor": self.tensor, "position": torch.tensor(self.position)}
-        return saved if self.horizons is None else {**saved, "horizons": torch.tensor(self.horizons, dtype=torch.float64)}
+        return (
+            saved
+            if self.horizons is None
+            else {**saved, "horizons": torch.tensor(self.horizons, dtype=torch.float64)}
+        )
 
     @classmethod
     def from_state_dict(cls, saved: dict) -> "State":
         horizons = saved.get("horizons")
-        return cls(saved["tensor"], int(saved["position"]), None if horizons is None else tuple(horizons.tolist()))
+        return cls(
+            saved["tensor"], int(saved["position"]), None if horizons is None else tuple(horizons.tolist())
+        )
 
     def _map(self, change: Callable[[Tensor], Tensor], *, rows: bool = False) -> "State":
         origin = None if self.origin is None else replace(self.origin, tensor=change(self.origin.tensor))
@@ -150,9 +162,13 @@ def linear_attention(
     check_tensors(q, k, v, key_mask)
     L, S = q.shape[2], k.shape[2]
     if not isinstance(q_offset, int | torch.SymInt) or isinstance(q_offset, bool):
-        raise TypeError(f"q_offset must be an int, the position of the first query among the keys; got {type(q_offset).__name__}")
+        raise TypeError(
+            f"q_offset must be an int, the position of the first query among the keys; got {type(q_offset).__name__}"
+        )
     if q_offset < 0:
-        raise ValueError(f"q_offset is {q_offset}; the first query's position among the keys must be 0 or more")
+        raise ValueError(
+            f"q_offset is {q_offset}; the first query's position among the keys must be 0 or more"
+        )
     if cu_seqlens is not None:
         check_packed(q, k, cu_seqlens, q_offset)
     horizons = horizon_list(horizon, q.shape[1])
@@ -161,7 +177,24 @@ def linear_attention(
     decay = rates_of(decay, q, k, self_attention=L == S and q_offset == 0)
     check_backend(backend)
     check_eps(eps)
-    out, _, _ = attend(q, k, v, decay, key_mask, cu_seqlens, None, horizons, causal, q_offset, 0, relu, signed, eps, backend, False)
+    out, _, _ = attend(
+        q,
+        k,
+        v,
+        decay,
+        key_mask,
+        cu_seqlens,
+        None,
+        horizons,
+        causal,
+        q_offset,
+        0,
+        relu,
+        signed,
+        eps,
+        backend,
+        False,
+    )
     return out
 
 
@@ -183,7 +216,9 @@ def linear_stream(
     q, k, v = autocast(q, k, v)
     check_tensors(q, k, v, key_mask)
     if q.shape[2] != k.shape[2]:
-        raise ValueError(f"q has length {q.shape[2]} and k has {k.shape[2]}; a stream takes as many queries as keys")
+        raise ValueError(
+            f"q has length {q.shape[2]} and k has {k.shape[2]}; a stream takes as many queries as keys"
+        )
     horizons = horizon_list(horizon, q.shape[1])
     if state is None:
         position, tensor = 0, None
@@ -199,11 +234,15 @@ def linear_stream(
     rates = rates_of(decay, q, k, self_attention=True)
     check_backend(backend)
     check_eps(eps)
-    out, _, new = attend(q, k, v, rates, key_mask, None, tensor, horizons, True, 0, position, relu, signed, eps, backend, True)
+    out, _, new = attend(
+        q, k, v, rates, key_mask, None, tensor, horizons, True, 0, position, relu, signed, eps, backend, True
+    )
     after = State(new, position + q.shape[2], tuple(horizons))
     if state is not None and state.origin is not None:
         options = {"horizon": horizons, "relu": relu, "backend": backend}
-        mask, rates = (None if x is None else x.clone() for x in (key_mask, rates))  # clones: the caller may reuse its buffers
+        mask, rates = (
+            None if x is None else x.clone() for x in (key_mask, rates)
+        )  # clones: the caller may reuse its buffers
         taken = Tokens(k.clone(), v.clone(), mask, rates, options)
         after = replace(after, origin=state.origin, trail=(*state.trail, taken))
     return out, after
@@ -225,7 +264,9 @@ def linear_state(
     check_tensors(q, k, v, key_mask)
     check_backend(backend)
     horizons = horizon_list(horizon, heads)
-    _, _, tensor = attend(q, k, v, None, key_mask, None, None, horizons, False, 0, 0, relu, False, 1e-6, backend, True)
+    _, _, tensor = attend(
+        q, k, v, None, key_mask, None, None, horizons, False, 0, 0, relu, False, 1e-6, backend, True
+    )
     return State(tensor, k.shape[2], tuple(horizons))
 
 

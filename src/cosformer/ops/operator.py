@@ -21,7 +21,9 @@ BACKENDS = ("native", "torch")  # best first
 
 def check_backend(backend: str | None) -> None:
     if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend {backend!r} is unknown; one of {', '.join(map(repr, BACKENDS))}, or None for the best")
+        raise ValueError(
+            f"backend {backend!r} is unknown; one of {', '.join(map(repr, BACKENDS))}, or None for the best"
+        )
 
 
 @cache
@@ -58,7 +60,9 @@ def full_precision(q: Tensor) -> AbstractContextManager:
 def _theta(horizons: tuple[float, ...]) -> Tensor | None:
     if no_cosine(horizons):
         return None
-    return torch.tensor([math.pi / 2 / h for h in horizons], dtype=torch.float64, device="cpu")  # whatever the default device
+    return torch.tensor(
+        [math.pi / 2 / h for h in horizons], dtype=torch.float64, device="cpu"
+    )  # whatever the default device
 
 
 # One forward and one backward, reached three ways: called plainly where nothing watches (a decode step is shorter than the
@@ -88,10 +92,28 @@ def _forward(
         cu_seqlens = check_boundaries(cu_seqlens, q.shape[2], horizons)
     if decay is not None:
         check_rate_values(decay)
-    options = {"causal": causal, "q_offset": q_offset, "position": position, "relu": relu, "signed": signed, "eps": eps}
+    options = {
+        "causal": causal,
+        "q_offset": q_offset,
+        "position": position,
+        "relu": relu,
+        "signed": signed,
+        "eps": eps,
+    }
     run = _backend(backend, q, k, v).forward
     with full_precision(q):
-        return run(q, k, v, _theta(tuple(horizons)), decay, key_mask, cu_seqlens, state, keep_state=keep_state, **options)
+        return run(
+            q,
+            k,
+            v,
+            _theta(tuple(horizons)),
+            decay,
+            key_mask,
+            cu_seqlens,
+            state,
+            keep_state=keep_state,
+            **options,
+        )
 
 
 def _backward(
@@ -118,17 +140,28 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Return dq, dk, dv, the gradient of decay and of the incoming state (empty where there is none)."""
     cu = None if cu_seqlens is None else cu_seqlens.to("cpu", torch.int64)
-    options = {"causal": causal, "q_offset": q_offset, "position": position, "relu": relu, "signed": signed, "eps": eps}
+    options = {
+        "causal": causal,
+        "q_offset": q_offset,
+        "position": position,
+        "relu": relu,
+        "signed": signed,
+        "eps": eps,
+    }
     run = _backend(backend, q, k, v).backward
     saved = (q, k, v, out, norm, state, state_out)
     with full_precision(q):
-        *grads, ddecay, dstate_in = run(dout, dstate, *saved, _theta(tuple(horizons)), decay, key_mask, cu, **options)
+        *grads, ddecay, dstate_in = run(
+            dout, dstate, *saved, _theta(tuple(horizons)), decay, key_mask, cu, **options
+        )
     return *grads, *(norm.new_empty(0) if g is None else g for g in (ddecay, dstate_in))
 
 
 def _projected(x: Tensor, heads: int, length: int, size: int) -> Tensor:
     """An empty (B, heads, length, size) laid out as (B, length, heads, size), as every backend allocates its results."""
-    return x.new_empty_strided((x.shape[0], heads, length, size), (length * heads * size, size, heads * size, 1))
+    return x.new_empty_strided(
+        (x.shape[0], heads, length, size), (length * heads * size, size, heads * size, 1)
+    )
 
 
 forward_op = torch.library.custom_op("cosformer::linear_attention", _forward, mutates_args=())
@@ -136,7 +169,24 @@ backward_op = torch.library.custom_op("cosformer::linear_attention_backward", _b
 
 
 @forward_op.register_fake
-def _(q, k, v, decay, key_mask, cu_seqlens, state, horizons, causal, q_offset, position, relu, signed, eps, backend, keep_state):
+def _(
+    q,
+    k,
+    v,
+    decay,
+    key_mask,
+    cu_seqlens,
+    state,
+    horizons,
+    causal,
+    q_offset,
+    position,
+    relu,
+    signed,
+    eps,
+    backend,
+    keep_state,
+):
     sums = torch.float64 if q.dtype == torch.float64 else torch.float32
     kept = keep_state or not (causal or decay is not None or cu_seqlens is not None)
     shape = state_shape(q, v, horizons) if kept else (0,)
@@ -164,14 +214,27 @@ def _differentiate(ctx, dout, dnorm, dstate):
     *_, decay, key_mask, cu_seqlens, state = saved = ctx.saved_tensors
     if dout is None:  # only the state was used further on
         dout = torch.zeros_like(saved[3])
-    dstate = dstate if ctx.keep_state else None  # without a stream the state is the backward's own, or a placeholder
+    dstate = (
+        dstate if ctx.keep_state else None
+    )  # without a stream the state is the backward's own, or a placeholder
     dq, dk, dv, ddecay, dstate_in = _attend_backward(dout, dstate, *saved, *ctx.options)
     rest = (None,) * (len(ctx.options) + 1)
-    return dq, dk, dv, None if decay is None else ddecay, None, None, None if state is None else dstate_in, *rest
+    return (
+        dq,
+        dk,
+        dv,
+        None if decay is None else ddecay,
+        None,
+        None,
+        None if state is None else dstate_in,
+        *rest,
+    )
 
 
 def _no_second_derivative(ctx, *grads):
-    raise RuntimeError("cosformer attention has no second derivative (double backward); reference.attention has one")
+    raise RuntimeError(
+        "cosformer attention has no second derivative (double backward); reference.attention has one"
+    )
 
 
 # torch.func.vmap: the mapped dimension joins the batch, which attention never mixes.
@@ -183,9 +246,14 @@ def _vmap_forward(info, in_dims, *args):
 
 
 def _vmap_backward(info, in_dims, *args):
-    n, tensors = info.batch_size, _fold(args[:12], in_dims[:12], info.batch_size, per_row=(7, 8), packed=args[10])
+    n, tensors = (
+        info.batch_size,
+        _fold(args[:12], in_dims[:12], info.batch_size, per_row=(7, 8), packed=args[10]),
+    )
     if tensors[8] is not None and tensors[8].ndim == 1:
-        raise NotImplementedError("vmap over a gradient with one decay rate per head; give one per position (batch, heads, keys)")
+        raise NotImplementedError(
+            "vmap over a gradient with one decay rate per head; give one per position (batch, heads, keys)"
+        )
     return tuple(_unfold(x, n) for x in _attend_backward(*tensors, *args[12:])), (0,) * 5
 
 
@@ -199,7 +267,9 @@ def _fold(tensors, dims, n: int, *, per_row: tuple[int, ...], packed) -> list[Te
             folded.append(None)
         elif at in per_row and x.ndim == (1 if dim is None else 2):
             if dim is not None and x.numel():
-                raise NotImplementedError("vmap over decay with one rate per head; give one per position (batch, heads, keys)")
+                raise NotImplementedError(
+                    "vmap over decay with one rate per head; give one per position (batch, heads, keys)"
+                )
             folded.append(x if dim is None else x.new_empty(0))
         else:
             folded.append((x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1))
@@ -211,7 +281,9 @@ def _unfold(x: Tensor, n: int) -> Tensor:
 
 
 def _no_forward_mode(ctx, *tangents):
-    raise NotImplementedError("cosformer attention has no forward-mode derivative; reference.attention has one")
+    raise NotImplementedError(
+        "cosformer attention has no forward-mode derivative; reference.attention has one"
+    )
 
 
 class _Attention(torch.autograd.Function):

@@ -31,12 +31,24 @@ def terminal_summary(rows: Iterable[Any]) -> str:
 
 def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(
-        prog="cosformer report", description="Write a page of results: HTML, or the tables of a Markdown page."
+        prog="cosformer report",
+        description="Write a page of results: HTML, or the tables of a Markdown page.",
     )
-    p.add_argument("results", nargs="+", type=Path, help="JSON lines written by `cosformer compare`, or by `cosformer bench --out`")
-    p.add_argument("--html", type=Path, help="write the results of `cosformer compare` as one self-contained HTML file")
-    p.add_argument("--plots", type=Path, help="with --html: write the figures as PNG and SVG files into this folder, too")
-    p.add_argument("--page", type=Path, default=Path("README.md"), help=f"else: the Markdown page with {BEGIN} and {END}")
+    p.add_argument(
+        "results",
+        nargs="+",
+        type=Path,
+        help="JSON lines written by `cosformer compare`, or by `cosformer bench --out`",
+    )
+    p.add_argument(
+        "--html", type=Path, help="write the results of `cosformer compare` as one self-contained HTML file"
+    )
+    p.add_argument(
+        "--plots", type=Path, help="with --html: write the figures as PNG and SVG files into this folder, too"
+    )
+    p.add_argument(
+        "--page", type=Path, default=Path("README.md"), help=f"else: the Markdown page with {BEGIN} and {END}"
+    )
     args = p.parse_args(argv)
     if missing := [path for path in args.results if not path.is_file()]:
         raise SystemExit(f"cosformer report: {missing[0]} is not a file")
@@ -46,7 +58,9 @@ def main(argv: list[str] | None = None) -> None:
         raise SystemExit("cosformer report: --plots goes with --html")
     text = args.page.read_text()
     if BEGIN not in text or END not in text:
-        raise SystemExit(f"cosformer report: {args.page} has no place for tables; put {BEGIN} and {END} where they belong")
+        raise SystemExit(
+            f"cosformer report: {args.page} has no place for tables; put {BEGIN} and {END} where they belong"
+        )
     args.page.write_text(fill(text, read(args.results)))
 
 

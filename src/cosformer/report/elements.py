@@ -30,7 +30,9 @@ def table_html(table: Table, kind: str = "") -> str:
     """A table in a region that scrolls by itself; the paper's columns are set apart."""
     grouped = any(c.group for c in table.columns)
     corner = f'<th scope="col"{" rowspan=2" if grouped else ""}>{esc(table.corner)}</th>'
-    heads = "".join(f'<th scope="col"{_class(table.columns, i)}>{esc(c.head)}</th>' for i, c in enumerate(table.columns))
+    heads = "".join(
+        f'<th scope="col"{_class(table.columns, i)}>{esc(c.head)}</th>' for i, c in enumerate(table.columns)
+    )
     if grouped:
         groups = "".join(
             f'<th scope="colgroup" colspan="{size}"{_class(table.columns, first, group=True)}>{esc(name)}</th>'
@@ -43,13 +45,16 @@ def table_html(table: Table, kind: str = "") -> str:
     for group, rows in table.rows.items():
         winners = table.winners(group)
         lines = (
-            [f'<tr><th scope="rowgroup" class="group" colspan="{len(table.columns) + 1}"><span>{esc(group)}</span></th></tr>']
+            [
+                f'<tr><th scope="rowgroup" class="group" colspan="{len(table.columns) + 1}"><span>{esc(group)}</span></th></tr>'
+            ]
             if group
             else []
         )
         for i, (name, entries) in enumerate(rows):
             cells = "".join(
-                f"<td{_class(table.columns, j)}>{_entry(e, (i, j) in winners, kind)}</td>" for j, e in enumerate(entries)
+                f"<td{_class(table.columns, j)}>{_entry(e, (i, j) in winners, kind)}</td>"
+                for j, e in enumerate(entries)
             )
             lines.append(f'<tr><th scope="row">{esc(name)}</th>{cells}</tr>')
         bodies.append("<tbody>\n" + "\n".join(lines) + "\n</tbody>")
@@ -98,7 +103,9 @@ def figure_html(figure: Figure, shown: dict[str, Look]) -> str:
     """Legend, panels, what to see, and the values."""
     mixers = [m for m in shown if any(line.mixer == m for p in figure.panels for line in p.lines)]
     scatter = all(p.scatter for p in figure.panels)
-    legend = "".join(f"<li>{plots.swatch(shown[m], line=not scatter)}{esc(shown[m].label)}</li>" for m in mixers)
+    legend = "".join(
+        f"<li>{plots.swatch(shown[m], line=not scatter)}{esc(shown[m].label)}</li>" for m in mixers
+    )
     drawn = "\n".join(plots.inline(p, shown, esc(_alt(p, shown))) for p in figure.panels)
     values = "\n".join(table_html(_values(p)) for p in figure.panels)
     heading = f"<h3>{esc(figure.title)}</h3>\n" if figure.title else ""
@@ -111,7 +118,8 @@ def figure_html(figure: Figure, shown: dict[str, Look]) -> str:
 
 def _alt(panel: Panel, shown: dict[str, Look]) -> str:
     ends = "; ".join(
-        f"{shown[line.mixer].short} {digits(line.points[-1][1])}" + ("" if panel.scatter else f" at {_place(line.points[-1][0])}")
+        f"{shown[line.mixer].short} {digits(line.points[-1][1])}"
+        + ("" if panel.scatter else f" at {_place(line.points[-1][0])}")
         for line in panel.lines
     )
     kind = "Points" if panel.scatter else "Lines on logarithmic axes" if panel.log else "Lines"
@@ -133,12 +141,18 @@ def _values(panel: Panel) -> Table:
     title = panel.title.replace("\n", ", ")
     caption = f"{title[:1].upper()}{title[1:]} against {panel.x}"
     if panel.scatter:
-        rows = [(named(line), [Entry(digits(line.points[0][0])), Entry(digits(line.points[0][1]))]) for line in panel.lines]
+        rows = [
+            (named(line), [Entry(digits(line.points[0][0])), Entry(digits(line.points[0][1]))])
+            for line in panel.lines
+        ]
         return Table(caption, "mixer", [Column(panel.x), Column("value")], {"": rows})
     places = sorted({x for line in panel.lines for x, _ in line.points})
     if all([x for x, _ in line.points] == places for line in panel.lines) or panel.log:
         at = [dict(line.points) for line in panel.lines]
-        rows = [(_place(x), [Entry(digits(p[x])) if x in p else Entry(tables.NOTHING) for p in at]) for x in places]
+        rows = [
+            (_place(x), [Entry(digits(p[x])) if x in p else Entry(tables.NOTHING) for p in at])
+            for x in places
+        ]
         return Table(caption, panel.x, [Column(named(line)) for line in panel.lines], {"": rows})
     groups = {named(line): [(_place(x), [Entry(digits(y))]) for x, y in line.points] for line in panel.lines}
     return Table(caption, panel.x, [Column(title)], groups)

@@ -18,7 +18,9 @@ Points = list[tuple[float, float]]
 class Line:
     mixer: str
     points: Points
-    band: list[tuple[float, float, float]] = dataclasses.field(default_factory=list)  # (x, low, high) over seeds
+    band: list[tuple[float, float, float]] = dataclasses.field(
+        default_factory=list
+    )  # (x, low, high) over seeds
     variant: str = ""
 
 
@@ -82,9 +84,21 @@ def learning(experiments: list[Experiment], id_: str) -> Figure | None:
             title = f"{textwrap.shorten(e.title, 48)}\n{title}"
         drawn = []
         for x, label in (("tokens", "tokens seen"), ("seconds", "seconds of training")):
-            lines = [Line(c.mixer, p, _band(c, loss, x), c.variant) for c in e.cells if len(p := _curve(c, loss, x)) > 1]
+            lines = [
+                Line(c.mixer, p, _band(c, loss, x), c.variant)
+                for c in e.cells
+                if len(p := _curve(c, loss, x)) > 1
+            ]
             if lines:
-                drawn.append(Panel(ident("learning", id_, number, e.task, x), title, label, lines, ceiling=_ceiling(lines)))
+                drawn.append(
+                    Panel(
+                        ident("learning", id_, number, e.task, x),
+                        title,
+                        label,
+                        lines,
+                        ceiling=_ceiling(lines),
+                    )
+                )
         if drawn:
             best = name(min(drawn[0].lines, key=lambda line: line.points[-1][1]).mixer)
             lowest.append(f"{best} on {e.title}" if len(experiments) > 1 else best)
@@ -114,7 +128,9 @@ def _by_step(cell: Cell, field: str, x: str) -> list[list[tuple[float, float]]]:
     seeds = []
     for row in cell.done:
         kept = [p for p in row.get("curve") or [] if p.get(x) is not None and p.get(field) is not None]
-        seeds.append({i if p.get("step") is None else p["step"]: (p[x], p[field]) for i, p in enumerate(kept)})
+        seeds.append(
+            {i if p.get("step") is None else p["step"]: (p[x], p[field]) for i, p in enumerate(kept)}
+        )
     steps = sorted(set.intersection(*(set(s) for s in seeds))) if seeds else []
     return [[s[step] for s in seeds] for step in steps]
 
@@ -126,7 +142,10 @@ def _curve(cell: Cell, field: str, x: str) -> Points:
 def _band(cell: Cell, field: str, x: str) -> list[tuple[float, float, float]]:
     if len(cell.done) < 2:
         return []
-    return [(sum(p[0] for p in at) / len(at), min(p[1] for p in at), max(p[1] for p in at)) for at in _by_step(cell, field, x)]
+    return [
+        (sum(p[0] for p in at) / len(at), min(p[1] for p in at), max(p[1] for p in at))
+        for at in _by_step(cell, field, x)
+    ]
 
 
 def cost_groups(results: Results, work: str) -> Iterator[tuple[str, list[dict]]]:
@@ -136,14 +155,18 @@ def cost_groups(results: Results, work: str) -> Iterator[tuple[str, list[dict]]]
         if row["work"] == work:
             key = (row.get("what") or "operator", row.get("causal", True), row.get("heads"), row.get("size"))
             groups.setdefault(key, []).append(row)
-    for (what, causal, heads, size), rows in sorted(groups.items(), key=lambda g: (g[0][0] != "model", not g[0][1])):
+    for (what, causal, heads, size), rows in sorted(
+        groups.items(), key=lambda g: (g[0][0] != "model", not g[0][1])
+    ):
         shape = f", {heads:g} heads of {size:g}" if heads and size else ""
         what = {"model": "a whole model", "operator": "one attention alone"}.get(what, what)
         yield f"{what}, {'causal' if causal else 'not causal'}{shape}", rows
 
 
 def points(rows: list[dict], mixer: str, field: str, scale: float = 1.0) -> Points:
-    return sorted((r["length"], r[field] * scale) for r in rows if r["mixer"] == mixer and (r.get(field) or 0) > 0)
+    return sorted(
+        (r["length"], r[field] * scale) for r in rows if r["mixer"] == mixer and (r.get(field) or 0) > 0
+    )
 
 
 def training_cost(results: Results) -> list[Figure]:
@@ -154,11 +177,23 @@ def training_cost(results: Results) -> list[Figure]:
             continue
         mixers = list(looks(r["mixer"] for r in rows))
         panels = []
-        for quantity, title in (("ms", "time of forward and backward, ms"), ("memory_mib", "peak memory, MiB")):
+        for quantity, title in (
+            ("ms", "time of forward and backward, ms"),
+            ("memory_mib", "peak memory, MiB"),
+        ):
             lines = [Line(m, p) for m in mixers if len(p := points(rows, m, quantity)) > 1]
             cross = [c for _, _, c in _pairs(rows, quantity)] if quantity == "ms" else []
             if lines:
-                panels.append(Panel(ident("cost", number, quantity), title, "length, tokens", lines, log=True, crossings=cross))
+                panels.append(
+                    Panel(
+                        ident("cost", number, quantity),
+                        title,
+                        "length, tokens",
+                        lines,
+                        log=True,
+                        crossings=cross,
+                    )
+                )
         caption = f"Training {what}. {growth_text(rows, mixers)} {crossing_text(rows)}".strip()
         figures.append(Figure(ident("cost", number), "Cost against length", caption, panels))
     return figures
@@ -167,7 +202,9 @@ def training_cost(results: Results) -> list[Figure]:
 def growth_text(rows: list[dict], mixers: list[str]) -> str:
     slopes = [(name(m), slope) for m in mixers if (slope := fit(points(rows, m, "ms"))) is not None]
     return (
-        "Fitted to the longest four lengths, time grows as " + listed([f"n^{s:.2f} ({m})" for m, s in slopes]) + "."
+        "Fitted to the longest four lengths, time grows as "
+        + listed([f"n^{s:.2f} ({m})" for m, s in slopes])
+        + "."
         if slopes
         else ""
     )
@@ -203,13 +240,22 @@ def decoding_cost(results: Results) -> list[Figure]:
     for number, (what, rows) in enumerate(cost_groups(results, "decoding")):
         mixers = list(looks(r["mixer"] for r in rows))
         panels = []
-        for quantity, title, scale in (("ms", "time per token, ms", 1.0), ("cache_bytes", "cache, MiB", 2.0**-20)):
+        for quantity, title, scale in (
+            ("ms", "time per token, ms", 1.0),
+            ("cache_bytes", "cache, MiB", 2.0**-20),
+        ):
             lines = [Line(m, p) for m in mixers if len(p := points(rows, m, quantity, scale)) > 1]
             if lines:
-                panels.append(Panel(ident("decoding", number, quantity), title, "tokens of context", lines, log=True))
-        flat = [name(m) for m in mixers if len(c := {y for _, y in points(rows, m, "cache_bytes")}) == 1 and c]
+                panels.append(
+                    Panel(ident("decoding", number, quantity), title, "tokens of context", lines, log=True)
+                )
+        flat = [
+            name(m) for m in mixers if len(c := {y for _, y in points(rows, m, "cache_bytes")}) == 1 and c
+        ]
         caption = f"Decoding with {what}: what the next token costs after a context. "
-        caption += f"A flat line is a cost that does not grow; the cache of {listed(flat)} does not." if flat else ""
+        caption += (
+            f"A flat line is a cost that does not grow; the cache of {listed(flat)} does not." if flat else ""
+        )
         if panels:
             figures.append(Figure(ident("decoding", number), "Decoding", caption.strip(), panels))
     return figures
@@ -226,10 +272,24 @@ def trade(results: Results) -> Figure | None:
             if rate and value:
                 spread = scale * (value[1] or 0)
                 at = (rate[0], scale * value[0])
-                lines.append(Line(c.mixer, [at], [(at[0], at[1] - spread, at[1] + spread)] if spread else [], c.variant))
+                lines.append(
+                    Line(
+                        c.mixer, [at], [(at[0], at[1] - spread, at[1] + spread)] if spread else [], c.variant
+                    )
+                )
         if len(lines) > 1:
             better = "higher is better" if e.greater else "lower is better"
             title = f"{textwrap.shorten(e.title, 48)}\n{metric_name(e.metric)} ({better})"
-            panels.append(Panel(ident("trade", number, e.task), title, "tokens per second of training", lines, scatter=True))
-    caption = "Each point is a mixer on a task: how fast it trains (to the right is faster) and what it reached."
+            panels.append(
+                Panel(
+                    ident("trade", number, e.task),
+                    title,
+                    "tokens per second of training",
+                    lines,
+                    scatter=True,
+                )
+            )
+    caption = (
+        "Each point is a mixer on a task: how fast it trains (to the right is faster) and what it reached."
+    )
     return Figure("trade", "", caption, panels) if panels else None

@@ -34,14 +34,22 @@ def write(results: Results, path: Path, plots_folder: Path | None = None) -> Non
                 plots.save(panel, shown, plots_folder)
         for kind, rows in _pictures(results):
             blank = float("nan")
-            panels = {_picture_title(r): [[blank if x is None else x for x in line] for line in r["matrix"]] for r in rows}
+            panels = {
+                _picture_title(r): [[blank if x is None else x for x in line] for line in r["matrix"]]
+                for r in rows
+            }
             plots.matrices(panels, plots_folder / f"attention-{figures.ident(kind)}.png", title=kind)
 
 
 def all_figures(results: Results) -> list[Figure]:
     groups = dict.fromkeys(e.group for e in results.experiments)
     learning = [figures.learning(results.group(g), g) for g in groups]
-    found = [*learning, *figures.training_cost(results), *figures.decoding_cost(results), figures.trade(results)]
+    found = [
+        *learning,
+        *figures.training_cost(results),
+        *figures.decoding_cost(results),
+        figures.trade(results),
+    ]
     return [f for f in found if f]
 
 
@@ -55,7 +63,9 @@ def render(results: Results) -> str:
             sections.append((group, heading, _tasks(mine, table, drawn)))
         elif table:
             absent.append((heading, table))
-    for group in dict.fromkeys(e.group for e in results.experiments if e.group not in {"study", *(g for g, *_ in GROUPS)}):
+    for group in dict.fromkeys(
+        e.group for e in results.experiments if e.group not in {"study", *(g for g, *_ in GROUPS)}
+    ):
         sections.append((figures.ident("group", group), group, _tasks(results.group(group), None, drawn)))
     if results.cost:
         sections.append(("cost", "Speed and memory", _cost(results, drawn)))
@@ -119,7 +129,10 @@ def _css() -> str:
 
 def _subtitle(results: Results) -> str:
     tasks = len({(e.task, e.title) for e in results.experiments})
-    parts = [f"{_many(len(results.mixers), 'attention mechanism')} with the same layers, width and heads", _many(tasks, "task")]
+    parts = [
+        f"{_many(len(results.mixers), 'attention mechanism')} with the same layers, width and heads",
+        _many(tasks, "task"),
+    ]
     if results.runs:
         run = results.runs[-1]
         parts += [str(v) for v in (run.get("cpu"), (run.get("started") or "")[:10]) if v]
@@ -143,7 +156,9 @@ def _summary(results: Results) -> str:
         "Compared with the better of softmax and softmax + RoPE. Tie: within the spread between seeds, within two standard errors"
         " of the difference of two accuracies on so many test examples, or within 0.5 %."
     )
-    return f'<div class="lead">{lead}</div>\n' + table_html(Table("Task by task", task, columns, {"": body}, note), "verdicts")
+    return f'<div class="lead">{lead}</div>\n' + table_html(
+        Table("Task by task", task, columns, {"": body}, note), "verdicts"
+    )
 
 
 def _tasks(mine: list[Experiment], table: PaperTable | None, drawn: dict[str, str]) -> str:
@@ -151,13 +166,18 @@ def _tasks(mine: list[Experiment], table: PaperTable | None, drawn: dict[str, st
     names = _paper_names(mine, table)
     parts = []
     if len(mine) == 1 or table in (None, paper.LM):
-        parts += [table_html(tables.one_task(e, table if i in names else None, names.get(i, ""))) for i, e in enumerate(mine)]
+        parts += [
+            table_html(tables.one_task(e, table if i in names else None, names.get(i, "")))
+            for i, e in enumerate(mine)
+        ]
     elif table:
         parts += [table_html(tables.several_tasks(mine, table, names)), table_html(tables.took(mine))]
     if table:
         absent = tables.not_measured(list(names.values()), table) if table is not paper.LM else ""
         parts.append(f'<p class="note">{esc(f"{SCALE} {absent}".strip())}</p>')
-        parts.append(details(f"The paper's table {table.number} in full", table_html(tables.paper_table(table))))
+        parts.append(
+            details(f"The paper's table {table.number} in full", table_html(tables.paper_table(table)))
+        )
     parts.append(drawn.get(figures.ident("learning", mine[0].group), ""))
     return "\n".join(filter(None, parts))
 
@@ -182,7 +202,11 @@ def _cost(results: Results, drawn: dict[str, str]) -> str:
     parts += [drawn.get(f.id, "") for f in figures.training_cost(results)]
     parts += [table_html(t) for t in tables.decoding_cost(results)]
     parts += [drawn.get(f.id, "") for f in figures.decoding_cost(results)]
-    parts.append(details(f"The paper's table {paper.SPEED.number} in full", table_html(tables.paper_table(paper.SPEED))))
+    parts.append(
+        details(
+            f"The paper's table {paper.SPEED.number} in full", table_html(tables.paper_table(paper.SPEED))
+        )
+    )
     return "\n".join(filter(None, parts))
 
 
@@ -195,14 +219,18 @@ def _study(results: Results, drawn: dict[str, str]) -> str:
     parts = [p for p in parts if p]
     if parts:
         both = table_html(tables.paper_table(paper.STUDY)) + table_html(tables.paper_table(paper.ABLATION))
-        parts += [f'<p class="note">{esc(SCALE)}</p>', details("The paper's tables 1 and 6 (unconfirmed)", both)]
+        parts += [
+            f'<p class="note">{esc(SCALE)}</p>',
+            details("The paper's tables 1 and 6 (unconfirmed)", both),
+        ]
     return "\n".join(filter(None, parts))
 
 
 def _absent(absent: list[tuple[str, PaperTable]]) -> str:
     text = "<p class=\"note\">These have no results in this file. The paper's figures, at the paper's scale:</p>\n"
     return text + "\n".join(
-        details(f"{heading}: the paper's table {t.number}", table_html(tables.paper_table(t))) for heading, t in absent
+        details(f"{heading}: the paper's table {t.number}", table_html(tables.paper_table(t)))
+        for heading, t in absent
     )
 
 
@@ -210,7 +238,11 @@ def _pictures(results: Results) -> list[tuple[str, list[dict]]]:
     """Pictures that belong side by side, with a heading."""
     groups: dict[str, list[dict]] = {}
     for row in results.pictures:
-        kind = f"After training on {row.get('task')}" if row.get("figure") == "trained" else "As the paper shows them"
+        kind = (
+            f"After training on {row.get('task')}"
+            if row.get("figure") == "trained"
+            else "As the paper shows them"
+        )
         groups.setdefault(kind, []).append(row)
     return list(groups.items())
 
@@ -243,10 +275,16 @@ def _attention(results: Results) -> str:
             "Queries down, keys across; bright is much weight, on a scale of its own for each matrix (red is positive and blue"
             f" negative where weights have signs); blank is masked.{words}"
         )
-        columns = [Column("largest weight"), Column("mean distance, tokens"), Column("weight within 8 tokens, %")]
+        columns = [
+            Column("largest weight"),
+            Column("mean distance, tokens"),
+            Column("weight within 8 tokens, %"),
+        ]
         table = Table(f"{kind}: what the matrices hold", "mixer", columns, {"": body})
         parts.append(
-            f'<figure class="group"><h3>{esc(kind)}</h3>\n<div class="matrices">\n' + "\n".join(images) + "\n</div>\n"
+            f'<figure class="group"><h3>{esc(kind)}</h3>\n<div class="matrices">\n'
+            + "\n".join(images)
+            + "\n</div>\n"
             f"<figcaption>{esc(caption)}</figcaption>\n{details('The matrices in numbers', table_html(table))}</figure>"
         )
     return "\n".join(parts)
@@ -254,7 +292,9 @@ def _attention(results: Results) -> str:
 
 def _measure(matrix: list[list[float | None]]) -> tuple[str, str, str]:
     """Largest weight, mean distance, and the share of the weight within 8 tokens (of sizes, where weights have signs)."""
-    flat = [(abs(i - j), abs(x), x) for i, row in enumerate(matrix) for j, x in enumerate(row) if x is not None]
+    flat = [
+        (abs(i - j), abs(x), x) for i, row in enumerate(matrix) for j, x in enumerate(row) if x is not None
+    ]
     total = sum(size for _, size, _ in flat) or 1.0
     distance = sum(d * size for d, size, _ in flat) / total
     near = sum(size for d, size, _ in flat if d <= 8) / total
@@ -263,7 +303,12 @@ def _measure(matrix: list[list[float | None]]) -> tuple[str, str, str]:
 
 def _origin(results: Results) -> str:
     parts = []
-    names = {"cpu": "processor", "isa": "instruction set", "memory_gib": "memory, GiB", "started": "started (UTC)"}
+    names = {
+        "cpu": "processor",
+        "isa": "instruction set",
+        "memory_gib": "memory, GiB",
+        "started": "started (UTC)",
+    }
     names["minutes"] = "minutes of this call"  # what an earlier one had finished was not done again
     for run in results.runs:
         order = [
@@ -281,7 +326,9 @@ def _origin(results: Results) -> str:
         ]
         facts = [(names.get(k, k), run[k]) for k in order if run.get(k) is not None]
         items = "".join(f"<div><dt>{esc(k)}</dt><dd>{esc(_fact(v))}</dd></div>" for k, v in facts)
-        parts.append(f'<pre tabindex="0" aria-label="Command"><code>{esc(run["command"])}</code></pre>\n<dl>{items}</dl>')
+        parts.append(
+            f'<pre tabindex="0" aria-label="Command"><code>{esc(run["command"])}</code></pre>\n<dl>{items}</dl>'
+        )
     if not results.runs:
         parts.append('<p class="note">The results do not say on what machine they were measured.</p>')
     commands = list(dict.fromkeys(r["command"] for r in results.quality if r.get("command")))
@@ -289,7 +336,8 @@ def _origin(results: Results) -> str:
         listing = "\n".join(esc(c) for c in commands)
         parts.append(
             details(
-                _many(len(commands), "training command"), f'<pre tabindex="0" aria-label="Commands"><code>{listing}</code></pre>'
+                _many(len(commands), "training command"),
+                f'<pre tabindex="0" aria-label="Commands"><code>{listing}</code></pre>',
             )
         )
     settings = _settings_table(results)
@@ -297,7 +345,9 @@ def _origin(results: Results) -> str:
         parts.append(details("Settings of every training", table_html(settings)))
     if results.skipped:
         items = "".join(f"<li><code>{esc(s)}</code></li>" for s in results.skipped)
-        parts.append(f'<h3>Lines that were skipped ({len(results.skipped)})</h3>\n<ul class="skipped">{items}</ul>')
+        parts.append(
+            f'<h3>Lines that were skipped ({len(results.skipped)})</h3>\n<ul class="skipped">{items}</ul>'
+        )
     return "\n".join(parts)
 
 
@@ -327,4 +377,10 @@ def _settings_table(results: Results) -> Table:
 def _fact(value: object) -> str:
     if isinstance(value, str):
         return re.sub(r"^(\d{4}-\d\d-\d\d)T([\d:]{5}).*Z$", r"\1 \2", value)
-    return ", ".join(map(str, value)) if isinstance(value, list) else f"{value:g}" if isinstance(value, float) else str(value)
+    return (
+        ", ".join(map(str, value))
+        if isinstance(value, list)
+        else f"{value:g}"
+        if isinstance(value, float)
+        else str(value)
+    )

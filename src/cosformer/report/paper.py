@@ -129,7 +129,13 @@ NAMES = {
     "local": "local attention",
 }
 # Our tasks under the paper's names; a fine-tuning task is known by its title.
-COLUMNS = {"listops": "ListOps", "text": "Text", "retrieval": "Retrieval", "image": "Image", "pathfinder": "Pathfinder"}
+COLUMNS = {
+    "listops": "ListOps",
+    "text": "Text",
+    "retrieval": "Retrieval",
+    "image": "Image",
+    "pathfinder": "Pathfinder",
+}
 
 
 def shown(table: PaperTable, column: str, value: float) -> str:

@@ -27,29 +27,56 @@ def plot(rows: list[dict], path: Path) -> None:
 
 def cost_plot(rows: list[dict], path: Path) -> None:
     """Time and peak memory of causal training: cosFormer, softmax and the published algorithm."""
-    rows = [r for r in rows if r.get("work") == "training" and r["causal"] and not r["decay"] and r["dtype"] == "float32"]
+    rows = [
+        r
+        for r in rows
+        if r.get("work") == "training" and r["causal"] and not r["decay"] and r["dtype"] == "float32"
+    ]
     if not rows:
-        raise ValueError("there is no causal float32 training run among the results, so there is nothing to draw")
+        raise ValueError(
+            "there is no causal float32 training run among the results, so there is nothing to draw"
+        )
     best = "cosformer native" if any(r["operator"] == "cosformer native" for r in rows) else "cosformer torch"
     names = {best: ("cosFormer", "cosformer"), "softmax": ("softmax (SDPA)", "softmax")}
     names["published"] = ("cosFormer, published algorithm", "published")
     curves = {
-        label: ([r for r in rows if r["operator"] == name], {"color": COLOURS[colour], "marker": "o", "linewidth": 2})
+        label: (
+            [r for r in rows if r["operator"] == name],
+            {"color": COLOURS[colour], "marker": "o", "linewidth": 2},
+        )
         for name, (label, colour) in names.items()
     }
-    _against_length(curves, path, title="Causal training", size=(9, 3.7), legend={"loc": "outside lower center", "ncols": 3})
+    _against_length(
+        curves,
+        path,
+        title="Causal training",
+        size=(9, 3.7),
+        legend={"loc": "outside lower center", "ncols": 3},
+    )
 
 
 def growth_plot(rows: list[dict], path: Path) -> None:
     """Time and peak memory of every mixer; cosFormer and softmax stand out."""
     curves = {}
     for name, mark in zip(dict.fromkeys(r["mixer"] for r in rows), itertools.cycle("osD^v<>pPX*hHd8")):
-        known = {"color": COLOURS[name], "linewidth": 2.5, "zorder": 3} if name in COLOURS else {"linewidth": 1, "alpha": 0.8}
+        known = (
+            {"color": COLOURS[name], "linewidth": 2.5, "zorder": 3}
+            if name in COLOURS
+            else {"linewidth": 1, "alpha": 0.8}
+        )
         curves[name] = ([r for r in rows if r["mixer"] == name], {"marker": mark, **known})
-    _against_length(curves, path, title="Training cost of every mixer", size=(10, 4.4), legend={"loc": "outside right center"})
+    _against_length(
+        curves,
+        path,
+        title="Training cost of every mixer",
+        size=(10, 4.4),
+        legend={"loc": "outside right center"},
+    )
 
 
-def _against_length(curves: dict[str, tuple[list[dict], dict]], path: Path, *, title: str, size, legend: dict) -> None:
+def _against_length(
+    curves: dict[str, tuple[list[dict], dict]], path: Path, *, title: str, size, legend: dict
+) -> None:
     """Two panels, time and peak memory against length, on log axes; a curve is its rows and its style."""
     import matplotlib
 
@@ -90,13 +117,19 @@ def matrices(panels: Mapping[str, Any], path: str | Path, *, title: str = "", co
 
     columns = min(columns, len(panels))
     rows = -(-len(panels) // columns)
-    figure = Figure(figsize=(2.9 * columns + 0.2, 2.75 * rows + (0.35 if title else 0)), layout="constrained", dpi=160)
+    figure = Figure(
+        figsize=(2.9 * columns + 0.2, 2.75 * rows + (0.35 if title else 0)), layout="constrained", dpi=160
+    )
     with matplotlib.rc_context({"font.size": 8, "axes.titlesize": 9, "axes.linewidth": 0.5}):
         axes = figure.subplots(rows, columns, squeeze=False)
         for axis, (name, array) in zip(axes.flat, panels.items(), strict=False):
             low, high, most = _range(array)
             signed = low < -high / 20
-            colours = {"cmap": "RdBu_r", "vmin": -high, "vmax": high} if signed else {"cmap": "magma", "vmin": 0, "vmax": high}
+            colours = (
+                {"cmap": "RdBu_r", "vmin": -high, "vmax": high}
+                if signed
+                else {"cmap": "magma", "vmin": 0, "vmax": high}
+            )
             image = axis.imshow(array, interpolation="nearest", aspect="equal", **colours)
             axis.set_facecolor("0.93")
             extend = "neither" if most <= high else "both" if signed else "max"
@@ -153,10 +186,21 @@ def _draw(panel: Panel, looks: Mapping[str, Look], *, legend: bool):
     # Fixed margins: the axes of panels side by side are in line.
     axis = figure.add_axes((0.11, (0.5 + room) / height, 0.86, 2.3 / height))
     drawn: dict[str, Any] = {}
-    for line in sorted(panel.lines, key=lambda line: mixers.index(line.mixer), reverse=True):  # the first mixers on top
+    for line in sorted(
+        panel.lines, key=lambda line: mixers.index(line.mixer), reverse=True
+    ):  # the first mixers on top
         drawn[line.mixer] = _line(axis, panel, line, looks[line.mixer])
     for x, y in panel.crossings:
-        axis.plot([x], [y], color=INK, marker="o", markersize=13, markerfacecolor="none", markeredgewidth=1.2, zorder=5)
+        axis.plot(
+            [x],
+            [y],
+            color=INK,
+            marker="o",
+            markersize=13,
+            markerfacecolor="none",
+            markeredgewidth=1.2,
+            zorder=5,
+        )
     if panel.log:
         axis.set(xscale="log", yscale="log")
         lengths = sorted({x for line in panel.lines for x, _ in line.points})
@@ -174,7 +218,9 @@ def _draw(panel: Panel, looks: Mapping[str, Look], *, legend: bool):
         if panel.ceiling:
             axis.set_ylim(top=panel.ceiling)
     for ticks in (axis.xaxis, axis.yaxis):
-        ticks.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}" if panel.log else _plain(value)))
+        ticks.set_major_formatter(
+            FuncFormatter(lambda value, _: f"{value:,g}" if panel.log else _plain(value))
+        )
     axis.set_title(panel.title, loc="left", fontsize=9.5, pad=10)
     axis.set_xlabel(panel.x)
     axis.grid(color=GRID, linewidth=0.7)
@@ -186,7 +232,14 @@ def _draw(panel: Panel, looks: Mapping[str, Look], *, legend: bool):
     if legend:
         figure.patch.set(visible=True, facecolor="white")
         handles = [drawn[m] for m in mixers]
-        figure.legend(handles, [looks[m].label for m in mixers], loc="lower center", frameon=False, fontsize=9, handlelength=3.5)
+        figure.legend(
+            handles,
+            [looks[m].label for m in mixers],
+            loc="lower center",
+            frameon=False,
+            fontsize=9,
+            handlelength=3.5,
+        )
     return figure
 
 
@@ -195,7 +248,9 @@ def _line(axis, panel: Panel, line: Line, look: Look):
     if panel.scatter:
         for x, low, high in line.band:
             axis.plot([x, x], [low, high], color=colour, linewidth=1.5)
-        return axis.plot(*zip(*line.points), linestyle="none", marker=look.marker, markersize=9, color=colour)[0]
+        return axis.plot(
+            *zip(*line.points), linestyle="none", marker=look.marker, markersize=9, color=colour
+        )[0]
     if line.band:
         axis.fill_between(*zip(*line.band), color=colour, alpha=0.15, linewidth=0)
     every = max(1, len(line.points) // 8)
@@ -220,7 +275,10 @@ def inline(panel: Panel, looks: Mapping[str, Look], label: str) -> str:
     body = re.sub(r"font: ((?:\w+ )*?)([\d.]+px)[^;\"]*", r"font-size: \2", body)
     body = re.sub(r'\bid="', f'id="{panel.id}-', body)
     body = re.sub(r"(url\(#|href=\"#)", rf"\g<1>{panel.id}-", body)
-    variables = {light: f"var(--c{i})" for i, (light, _) in enumerate(PALETTE)} | {INK: "var(--ink)", GRID: "var(--grid)"}
+    variables = {light: f"var(--c{i})" for i, (light, _) in enumerate(PALETTE)} | {
+        INK: "var(--ink)",
+        GRID: "var(--grid)",
+    }
     body = re.sub(r"#[0-9a-f]{6}\b", lambda m: variables.get(m[0], m[0]), body)
     body = re.sub(r"\n\s*", "\n", body).strip()
     return f'<svg class="plot" viewBox="{box[1] if box else ""}" role="img" aria-label="{label}">\n{body}'
@@ -242,7 +300,9 @@ def _save(panel: Panel, looks: Mapping[str, Look], kind: str, *, legend: bool) -
         # The date and the version would make the same results give different files.
         clean: dict[str, Any] = dict.fromkeys(("Date", "Creator") if kind == "svg" else ("Software",), None)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "Glyph .* missing from font")  # a name in a script DejaVu lacks; the page has it
+            warnings.filterwarnings(
+                "ignore", "Glyph .* missing from font"
+            )  # a name in a script DejaVu lacks; the page has it
             _draw(panel, looks, legend=legend).savefig(file, format=kind, dpi=160, metadata=clean)
     return file.getvalue()
 
@@ -269,7 +329,10 @@ def swatch(look: Look, *, line: bool) -> str:
     style = MarkerStyle(look.marker)
     outlines: Any = style.get_path().transformed(style.get_transform()).to_polygons()
     scale = 4.5 if line else 5.5
-    shapes = ["M" + "L".join(f"{18 + 2 * scale * x:.1f} {7 - 2 * scale * y:.1f}" for x, y in o) + "Z" for o in outlines]
+    shapes = [
+        "M" + "L".join(f"{18 + 2 * scale * x:.1f} {7 - 2 * scale * y:.1f}" for x, y in o) + "Z"
+        for o in outlines
+    ]
     dashes = f' stroke-dasharray="{" ".join(f"{2 * d:g}" for d in look.dash)}"' if look.dash else ""
     stroke = f'<path d="M0 7H36" stroke="currentColor" stroke-width="2.5"{dashes}/>' if line else ""
     shape = f'<path d="{"".join(shapes)}" fill="currentColor"/>'

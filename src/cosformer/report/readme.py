@@ -14,14 +14,21 @@ def numbers(rows: list[dict]) -> str:
     if any("kind" in row for row in rows):
         return _headline(rows)
     kinds = (("operators", _operator_table), ("models", _model_table))
-    return "\n\n".join(table(mine) for kind, table in kinds if (mine := [r for r in rows if r.get("bench") == kind]))
+    return "\n\n".join(
+        table(mine) for kind, table in kinds if (mine := [r for r in rows if r.get("bench") == kind])
+    )
 
 
 def _headline(rows: list[dict]) -> str:
     """The sentences of a comparison, and a line for each task."""
     results = check(rows)
     heads = summary.verdict_heads(results)
-    lines = [" ".join(summary.sentences(results)), "", "| " + " | ".join(heads) + " |", "|---" * len(heads) + "|"]
+    lines = [
+        " ".join(summary.sentences(results)),
+        "",
+        "| " + " | ".join(heads) + " |",
+        "|---" * len(heads) + "|",
+    ]
     lines += ["| " + " | ".join(line) + " |" for line in summary.verdict_rows(results)]
     return "\n".join(lines)
 
@@ -45,11 +52,15 @@ def _operator_table(rows: list[dict]) -> str:
             for causal in (False, True):
                 ours, softmax = (at.get((name, work, causal, length)) for name in (best, "softmax"))
                 cells.append(
-                    "-" if ours is None else f"{ours['ms']:.3g} ms" + (f" ({softmax['ms'] / ours['ms']:.1f}x)" if softmax else "")
+                    "-"
+                    if ours is None
+                    else f"{ours['ms']:.3g} ms" + (f" ({softmax['ms'] / ours['ms']:.1f}x)" if softmax else "")
                 )
         for name in (best, "softmax"):
             row = at.get((name, "training", True, length))
-            cells.append("-" if row is None or row.get("memory_mib") is None else f"{row['memory_mib']:.0f} MiB")
+            cells.append(
+                "-" if row is None or row.get("memory_mib") is None else f"{row['memory_mib']:.0f} MiB"
+            )
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 
@@ -57,7 +68,10 @@ def _operator_table(rows: list[dict]) -> str:
 def _model_table(rows: list[dict]) -> str:
     names = list(dict.fromkeys(r["model"] for r in rows))
     training = {(r["model"], r["length"]): r["tokens_per_second"] for r in rows if r["what"] == "training"}
-    lines = ["A byte-level language model of 4 layers, width 256, 4 heads, batch 1 (`cosformer bench --models`):", ""]
+    lines = [
+        "A byte-level language model of 4 layers, width 256, 4 heads, batch 1 (`cosformer bench --models`):",
+        "",
+    ]
     lengths = sorted({length for _, length in training})
     decoding = [r for r in rows if r["what"] == "decoding"]
     contexts = sorted({r["context"] for r in decoding})
@@ -68,9 +82,13 @@ def _model_table(rows: list[dict]) -> str:
     )
     lines += ["| model | " + " | ".join(heads) + " |", "|---" * (len(heads) + 1) + "|"]
     for name in names:
-        cells = [name if name != "sdpa" else "softmax"] + [f"{training[name, n]:,.0f} tokens/s" for n in lengths]
+        cells = [name if name != "sdpa" else "softmax"] + [
+            f"{training[name, n]:,.0f} tokens/s" for n in lengths
+        ]
         mine = {r["context"]: r for r in decoding if r["model"] == name}
-        cells += [f"{mine[n]['ms']:.2f} ms/token" for n in contexts] + [f"{mine[contexts[-1]]['cache_bytes'] / 2**20:.1f} MiB"]
+        cells += [f"{mine[n]['ms']:.2f} ms/token" for n in contexts] + [
+            f"{mine[contexts[-1]]['cache_bytes'] / 2**20:.1f} MiB"
+        ]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

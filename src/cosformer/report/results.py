@@ -16,21 +16,50 @@ NEEDED: dict[str, dict[str, Any]] = {
     "run": {"command": str},
     "quality": {"group": str, "task": str, "mixer": str, "seed": int, "status": str},
     "cost": {"mixer": str, "work": str, "length": int, "ms": NUMBER},
-    "exactness": {"backend": str, "dtype": str, "mode": str, "what": str, "difference": NUMBER, "allowed": NUMBER},
+    "exactness": {
+        "backend": str,
+        "dtype": str,
+        "mode": str,
+        "what": str,
+        "difference": NUMBER,
+        "allowed": NUMBER,
+    },
     "picture": {"mixer": str, "matrix": list},
 }
 OPTIONAL: dict[str, Any] = {
-    **dict.fromkeys(("title", "reason", "metric", "size", "data", "what", "started", "cpu", "isa", "figure", "command"), str),
-    **dict.fromkeys(("value", "seconds", "tokens_per_second", "ms_low", "ms_high", "memory_mib", "minutes", "memory_gib"), NUMBER),
     **dict.fromkeys(
-        ("steps", "tokens", "parameters", "examples", "length", "batch", "cache_bytes", "heads", "threads", "layer", "head"), NUMBER
+        ("title", "reason", "metric", "size", "data", "what", "started", "cpu", "isa", "figure", "command"),
+        str,
+    ),
+    **dict.fromkeys(
+        ("value", "seconds", "tokens_per_second", "ms_low", "ms_high", "memory_mib", "minutes", "memory_gib"),
+        NUMBER,
+    ),
+    **dict.fromkeys(
+        (
+            "steps",
+            "tokens",
+            "parameters",
+            "examples",
+            "length",
+            "batch",
+            "cache_bytes",
+            "heads",
+            "threads",
+            "layer",
+            "head",
+        ),
+        NUMBER,
     ),
     **dict.fromkeys(("torch", "cosformer", "transformers", "python"), str),
     **dict.fromkeys(("metrics", "start", "settings"), dict),
     **dict.fromkeys(("curve", "seeds"), list),
     **dict.fromkeys(("greater_is_better", "causal"), bool),
 }
-OWN: dict[str, dict[str, Any]] = {"cost": {"size": NUMBER}, "picture": {"tokens": list}}  # same names, other types
+OWN: dict[str, dict[str, Any]] = {
+    "cost": {"size": NUMBER},
+    "picture": {"tokens": list},
+}  # same names, other types
 SAME = {  # lines of a kind that agree in these are about the same thing
     "quality": ("group", "task", "title", "size", "data", "length", "mixer", "settings", "seed"),
     "cost": ("mixer", "work", "what", "causal", "length", "heads", "size"),
@@ -135,10 +164,16 @@ class Results:
         done = [r for r in self.quality if r["status"] == "done"]
         for row in done + [r for r in self.quality if r["status"] != "done"]:
             key = tuple(row.get(f) for f in ("group", "task", "title", "size", "data", "length"))
-            if row["status"] != "done":  # what was refused may not know its size: it belongs to what it agrees with
-                key = next((k for k in keys if all(mine in (None, theirs) for mine, theirs in zip(key, k))), key)
+            if (
+                row["status"] != "done"
+            ):  # what was refused may not know its size: it belongs to what it agrees with
+                key = next(
+                    (k for k in keys if all(mine in (None, theirs) for mine, theirs in zip(key, k))), key
+                )
             keys.setdefault(key, []).append(row)
-        return [Experiment(k[0], k[1], k[2] or k[1], k[3], k[4], k[5], _cells(rows)) for k, rows in keys.items()]
+        return [
+            Experiment(k[0], k[1], k[2] or k[1], k[3], k[4], k[5], _cells(rows)) for k, rows in keys.items()
+        ]
 
 
 def _cells(rows: list[dict]) -> list[Cell]:
@@ -163,7 +198,11 @@ def _settings(row: dict) -> dict:
 def _difference(row: dict, rows: list[dict]) -> str:
     """The settings of a row that are not the same in all: "lr=0.001"."""
     mine, all_ = _settings(row), [_settings(r) for r in rows]
-    differs = [k for k in sorted({k for s in all_ for k in s}) if len({json.dumps(s.get(k), default=str) for s in all_}) > 1]
+    differs = [
+        k
+        for k in sorted({k for s in all_ for k in s})
+        if len({json.dumps(s.get(k), default=str) for s in all_}) > 1
+    ]
     return ", ".join(f"{k}={mine.get(k)}" for k in differs)
 
 
@@ -191,7 +230,9 @@ def _gather(lines: Iterable[tuple[str, Any]]) -> Results:
             kind = _check(row)
         except (ValueError, RecursionError) as wrong:
             what = (
-                "not JSON" if isinstance(wrong, json.JSONDecodeError) else "nested too deeply" * isinstance(wrong, RecursionError)
+                "not JSON"
+                if isinstance(wrong, json.JSONDecodeError)
+                else "nested too deeply" * isinstance(wrong, RecursionError)
             )
             results.skipped.append(f"{where}: {what or wrong}")
             continue
@@ -237,12 +278,15 @@ def _check(row: Any) -> str:
         raise ValueError(f"quality whose status is {row['status']!r}")
     if kind == "cost" and not (row["length"] > 0 and row["ms"] > 0):
         raise ValueError("cost that is not above 0")
-    if not all(isinstance(p, dict) and all(_is(v, NUMBER) for v in p.values()) for p in row.get("curve") or []):
+    if not all(
+        isinstance(p, dict) and all(_is(v, NUMBER) for v in p.values()) for p in row.get("curve") or []
+    ):
         raise ValueError("quality whose curve is not a list of points")
     if kind == "picture":
         lines = row["matrix"]
         if not lines or not all(
-            isinstance(x, list) and len(x) == len(lines[0]) > 0 and all(_is(v, NUMBER) for v in x) for x in lines
+            isinstance(x, list) and len(x) == len(lines[0]) > 0 and all(_is(v, NUMBER) for v in x)
+            for x in lines
         ):
             raise ValueError("picture whose matrix is not a matrix")
         if all(v is None for x in lines for v in x):

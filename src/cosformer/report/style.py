@@ -35,7 +35,11 @@ KNOWN = {
     "cosformer": ("cosFormer (recommended: gated decay)", "cosFormer (recommended)", 0),
     "cosformer-paper": ("cosFormer (paper)", "cosFormer (paper)", 3),
     "cosformer-ladder": ("cosFormer (constant decay)", "cosFormer (constant decay)", 7),
-    "cosformer-no-cosine": ("cosFormer (recommended, without the cosine)", "cosFormer (without the cosine)", 8),
+    "cosformer-no-cosine": (
+        "cosFormer (recommended, without the cosine)",
+        "cosFormer (without the cosine)",
+        8,
+    ),
     "softmax+rope": ("softmax + RoPE", "softmax + RoPE", 1),
     "softmax": ("softmax", "softmax", 2),
     "relu": ("ReLU (cosFormer without re-weighting)", "ReLU", 6),

@@ -52,7 +52,9 @@ def verdict(experiment: Experiment) -> Verdict:
     if a_spread is not None or b_spread is not None:
         margins["within the spread between seeds"] = (a_spread or 0) + (b_spread or 0)
     if percent(experiment.metric) and experiment.examples and 0 <= min(a, b) and max(a, b) <= 1:
-        error = 2 * math.sqrt((a * (1 - a) + b * (1 - b)) / experiment.examples)  # two standard errors of the difference
+        error = 2 * math.sqrt(
+            (a * (1 - a) + b * (1 - b)) / experiment.examples
+        )  # two standard errors of the difference
         margins[f"within the error of {experiment.examples:,} test examples"] = error
     why, margin = max(margins.items(), key=lambda item: item[1])
     difference += " higher" if a > b else " lower"
@@ -74,7 +76,11 @@ def quality_sentence(v: Verdict) -> str:
     metric = v.experiment.metric
     unit = " %" if percent(metric) else ""
     a, b = (score(metric, *cell.value) + unit for cell in (v.ours, v.theirs) if cell.value)
-    found = f"a tie ({v.difference}; {v.margin})" if v.outcome == "tie" else f"{v.difference}, which is {v.outcome}"
+    found = (
+        f"a tie ({v.difference}; {v.margin})"
+        if v.outcome == "tie"
+        else f"{v.difference}, which is {v.outcome}"
+    )
     what = metric_name(metric).removesuffix(", %")
     return f"{v.experiment.title}: the {what} of {name(v.ours.mixer)} is {a} against {b} of {name(v.theirs.mixer)}, {found}."
 
@@ -87,9 +93,15 @@ def quality_sentences(results: Results) -> list[str]:
     first = [v for v in compared if v.experiment.group == "lm"][:1]
     rest = [v for v in compared if v not in first]
     parts = []
-    for outcome, words in (("better", "better than softmax"), ("tie", "level with softmax"), ("worse", "worse than softmax")):
+    for outcome, words in (
+        ("better", "better than softmax"),
+        ("tie", "level with softmax"),
+        ("worse", "worse than softmax"),
+    ):
         if found := [f"{v.experiment.title}: {v.difference}" for v in rest if v.outcome == outcome]:
-            parts.append(f"{words} on {'all' if len(found) == len(rest) else len(found)} ({'; '.join(found)})")
+            parts.append(
+                f"{words} on {'all' if len(found) == len(rest) else len(found)} ({'; '.join(found)})"
+            )
     mixers = {v.ours.mixer for v in compared if v.ours}  # not the same one everywhere: the table says which
     who = ("it" if first else name(mixers.pop())) if len(mixers) == 1 else "cosFormer"
     tasks = f"{len(rest)} {'other ' if first else ''}tasks"
@@ -108,9 +120,21 @@ def _compared(results: Results) -> list[Experiment]:
 def costs(results: Results, work: str) -> tuple[dict[int, dict], dict[int, dict], str, str]:
     """Our rows and softmax's by length, and the two mixers, for one kind of work; a whole causal model where there is one."""
     rows = [r for r in results.cost if r["work"] == work]
-    for what, causal in (("model", True), ("model", False), ("operator", True), ("operator", False), (None, None)):
-        mine = [r for r in rows if what is None or (r.get("what", "operator"), r.get("causal", True)) == (what, causal)]
-        ours, theirs = (next((m for m in ms if any(r["mixer"] == m for r in mine)), ms[0]) for ms in (OURS, THEIRS))
+    for what, causal in (
+        ("model", True),
+        ("model", False),
+        ("operator", True),
+        ("operator", False),
+        (None, None),
+    ):
+        mine = [
+            r
+            for r in rows
+            if what is None or (r.get("what", "operator"), r.get("causal", True)) == (what, causal)
+        ]
+        ours, theirs = (
+            next((m for m in ms if any(r["mixer"] == m for r in mine)), ms[0]) for ms in (OURS, THEIRS)
+        )
         found = [{r["length"]: r for r in mine if r["mixer"] == m} for m in (ours, theirs)]
         if set(found[0]) & set(found[1]):
             return found[0], found[1], ours, theirs
@@ -135,7 +159,9 @@ def cost_sentence(results: Results) -> str:
         row = ours[longest]
         what = "" if row.get("what") == "model" else ", one attention alone,"
         who, softmax = us, them
-        parts.append(f"at length {longest:,}{what} {name(us)} {speed(row, theirs[longest], 'trains')} {name(them)}")
+        parts.append(
+            f"at length {longest:,}{what} {name(us)} {speed(row, theirs[longest], 'trains')} {name(them)}"
+        )
     ours, theirs, us, them = costs(results, "decoding")
     if both := set(ours) & set(theirs):
         longest = max(both)
@@ -162,7 +188,9 @@ def missing_sentence(results: Results) -> str:
     """What cannot be compared, and why."""
     parts = [f"{work} cost" for work in ("training", "decoding") if not set(costs(results, work)[0])]
     compared = _compared(results)
-    parts += [f"{v.experiment.title} ({v.difference})" for v in map(verdict, compared) if v.outcome == "missing"]
+    parts += [
+        f"{v.experiment.title} ({v.difference})" for v in map(verdict, compared) if v.outcome == "missing"
+    ]
     if not compared:
         parts.append("quality on any task")
     return f"Not measured for both: {'; '.join(parts)}." if parts else ""
@@ -170,7 +198,9 @@ def missing_sentence(results: Results) -> str:
 
 def sentences(results: Results) -> list[str]:
     """The summary of the page."""
-    return list(filter(None, [cost_sentence(results), *quality_sentences(results), missing_sentence(results)]))
+    return list(
+        filter(None, [cost_sentence(results), *quality_sentences(results), missing_sentence(results)])
+    )
 
 
 def verdict_rows(results: Results) -> list[tuple[str, ...]]:
@@ -181,7 +211,11 @@ def verdict_rows(results: Results) -> list[tuple[str, ...]]:
         cells = []
         for cell, head in ((v.ours, heads[3]), (v.theirs, heads[4])):
             text = score(v.experiment.metric, *cell.value) if cell and cell.value else "–"
-            cells.append(text if not cell or name(cell.mixer) == head or text == "–" else f"{text} ({name(cell.mixer)})")
+            cells.append(
+                text
+                if not cell or name(cell.mixer) == head or text == "–"
+                else f"{text} ({name(cell.mixer)})"
+            )
         outcome = "not compared" if v.outcome == "missing" else v.outcome
         lines.append((v.experiment.title, outcome, v.difference, *cells, metric_name(v.experiment.metric)))
     return lines
@@ -191,7 +225,10 @@ def verdict_heads(results: Results) -> tuple[str, ...]:
     """The headings of `verdict_rows`: a mixer's name if it is the same in every line."""
     verdicts = [verdict(e) for e in _compared(results)]
     heads = []
-    for cells, several in (([v.ours for v in verdicts], "cosFormer"), ([v.theirs for v in verdicts], "softmax")):
+    for cells, several in (
+        ([v.ours for v in verdicts], "cosFormer"),
+        ([v.theirs for v in verdicts], "softmax"),
+    ):
         found = {name(c.mixer) for c in cells if c and c.value}
         heads.append(found.pop() if len(found) == 1 else several)
     return ("task", "cosFormer is", "difference", *heads, "metric")
@@ -203,7 +240,11 @@ def plain(results: Results) -> str:
     if rows := verdict_rows(results):
         lines = [verdict_heads(results), *rows]
         widths = [min(40, max(len(line[i]) for line in lines)) for i in range(6)]
-        said.append("\n".join("  ".join(f"{_fit(t, w):<{w}}" for t, w in zip(line, widths)).rstrip() for line in lines))
+        said.append(
+            "\n".join(
+                "  ".join(f"{_fit(t, w):<{w}}" for t, w in zip(line, widths)).rstrip() for line in lines
+            )
+        )
     return "\n\n".join(said)
 
 

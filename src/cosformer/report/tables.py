@@ -33,7 +33,9 @@ class Table:
     caption: str
     corner: str  # the heading of the first column
     columns: list[Column]
-    rows: dict[str, list[tuple[str, list[Entry]]]] = field(default_factory=dict)  # by heading of a group of rows, or ""
+    rows: dict[str, list[tuple[str, list[Entry]]]] = field(
+        default_factory=dict
+    )  # by heading of a group of rows, or ""
     note: str = ""
     about: str = ""  # more of the caption, less important
 
@@ -43,7 +45,9 @@ class Table:
         for j, column in enumerate(self.columns):
             values = [(i, e[j]) for i, (_, e) in enumerate(self.rows[group]) if e[j].value is not None]
             if column.best and len(values) > 1:
-                best = (min if column.best == "least" else max)(values, key=lambda v: v[1].value or 0.0)[1].text
+                best = (min if column.best == "least" else max)(values, key=lambda v: v[1].value or 0.0)[
+                    1
+                ].text
                 found |= {(i, j) for i, entry in values if _bare(entry.text) == _bare(best)}
         return found
 
@@ -119,7 +123,11 @@ def seeds_note(experiments: list[Experiment]) -> str:
 def one_task(e: Experiment, table: PaperTable | None = None, column: str = "") -> Table:
     """Everything about one task: its metrics, what the training took, the paper's figure."""
     done = e.rows
-    names = list(dict.fromkeys(n for r in done for n in r.get("metrics") or {} if n not in (e.metric, "tokens", "loss_per_token")))
+    names = list(
+        dict.fromkeys(
+            n for r in done for n in r.get("metrics") or {} if n not in (e.metric, "tokens", "loss_per_token")
+        )
+    )
     columns = [Column(metric_name(e.metric), "test", _better(e))]
     columns += [Column(metric_name(n), "test", _direction(n)) for n in names] + _effort_columns()
     mixers = [c.mixer for c in e.cells]
@@ -140,7 +148,13 @@ def one_task(e: Experiment, table: PaperTable | None = None, column: str = "") -
 
 
 def _direction(metric: str) -> str:
-    return "most" if percent(metric) or metric in ("bleu", "chrf") else "least" if "loss" in metric or "per" in metric else ""
+    return (
+        "most"
+        if percent(metric) or metric in ("bleu", "chrf")
+        else "least"
+        if "loss" in metric or "per" in metric
+        else ""
+    )
 
 
 def _why(cells: list[Cell]) -> str:
@@ -171,7 +185,9 @@ def _short(e: Experiment, name: str | None) -> str:
 def took(experiments: list[Experiment]) -> Table:
     """What the training took, task by task."""
     rows = {
-        " · ".join(filter(None, [e.title, about(e)])): [(label(c), effort(c)) for c in in_order(e.cells) if c.done]
+        " · ".join(filter(None, [e.title, about(e)])): [
+            (label(c), effort(c)) for c in in_order(e.cells) if c.done
+        ]
         for e in experiments
     }
     columns = [Column(c.head, "", c.best) for c in _effort_columns()]
@@ -184,7 +200,9 @@ def training_cost(results: Results) -> list[Table]:
     for what, rows in cost_groups(results, "training"):
         mixers = list(looks(r["mixer"] for r in rows))
         lengths = sorted({r["length"] for r in rows})
-        parts = [("ms", "time, ms")] + [("memory_mib", "peak memory, MiB")] * any(r.get("memory_mib") for r in rows)
+        parts = [("ms", "time, ms")] + [("memory_mib", "peak memory, MiB")] * any(
+            r.get("memory_mib") for r in rows
+        )
         columns = [Column(f"{n:,}", head, "least") for _, head in parts for n in lengths]
         columns.insert(len(lengths), Column("growth", "time, ms", "least"))
         body = []
@@ -211,21 +229,28 @@ def speedups(results: Results) -> list[Table]:
             continue
         softmax = dict(points(rows, base, "ms"))
         theirs = [
-            c for c in paper.SPEED.columns if c.startswith("training") and paper.figure(paper.SPEED, "softmax", c, ["softmax"])
+            c
+            for c in paper.SPEED.columns
+            if c.startswith("training") and paper.figure(paper.SPEED, "softmax", c, ["softmax"])
         ]
         columns = [Column(f"{n:,}", "ours, by length", "most") for n in softmax]
         columns += [Column(c.removeprefix("training, "), PAPER) for c in theirs]
         body = []
         for m in mixers:
             mine = dict(points(rows, m, "ms"))
-            entries = [Entry(times(softmax[n] / mine[n]), softmax[n] / mine[n]) if n in mine else Entry(NOTHING) for n in softmax]
+            entries = [
+                Entry(times(softmax[n] / mine[n]), softmax[n] / mine[n]) if n in mine else Entry(NOTHING)
+                for n in softmax
+            ]
             for c in theirs:
                 one, other = (paper.figure(paper.SPEED, x, c, mixers) for x in (m, base))
                 entries.append(Entry(times(one / other), one / other) if one and other else Entry(NOTHING))
             body.append((looks([m])[m].label, entries))
         note = "The paper's: byte classification, not causal, one A6000; its Transformer ran out of memory beyond 2K."
         name = looks([base])[base].short
-        made.append(Table(f"Training speed as a multiple of {name}'s", "mixer", columns, {"": body}, note, what))
+        made.append(
+            Table(f"Training speed as a multiple of {name}'s", "mixer", columns, {"": body}, note, what)
+        )
     return made
 
 
@@ -243,7 +268,12 @@ def decoding_cost(results: Results) -> list[Table]:
                 entries += [Entry(digits(mine[n]), mine[n]) if n in mine else Entry(NOTHING) for n in lengths]
             body.append((looks([m])[m].label, entries))
         tables.append(
-            Table(f"Decoding with {what}: the next token after a context of so many tokens", "mixer", columns, {"": body})
+            Table(
+                f"Decoding with {what}: the next token after a context of so many tokens",
+                "mixer",
+                columns,
+                {"": body},
+            )
         )
     return tables
 
@@ -264,8 +294,17 @@ def study(e: Experiment) -> Table | None:
     if not any(c.mixer in ("identity", "leaky_relu", "relu") for c in cells) or len(cells) < 2:
         return None
     mixers = [c.mixer for c in cells]
-    loss = next((n for n in ("test_loss", "loss", "loss_per_token") if any(c.over_seeds(n, metric=True) for c in cells)), None)
-    columns = [Column(metric_name(e.metric), "ours", _better(e))] + [Column("loss", "ours", "least")] * bool(loss)
+    loss = next(
+        (
+            n
+            for n in ("test_loss", "loss", "loss_per_token")
+            if any(c.over_seeds(n, metric=True) for c in cells)
+        ),
+        None,
+    )
+    columns = [Column(metric_name(e.metric), "ours", _better(e))] + [Column("loss", "ours", "least")] * bool(
+        loss
+    )
     columns += [Column(c, f"{PAPER} (unconfirmed)") for c in paper.STUDY.columns]
     rows = []
     for c in cells:
@@ -294,7 +333,9 @@ def ablation(e: Experiment) -> Table | None:
                 else NOTHING
             )
             names = f"{looks([without])[without].short} → {looks([with_])[with_].short}"
-            rows.append((what, [Entry(names), score_entry(a, e.metric), score_entry(b, e.metric), Entry(text)]))
+            rows.append(
+                (what, [Entry(names), score_entry(a, e.metric), score_entry(b, e.metric), Entry(text)])
+            )
     if not rows:
         return None
     columns = [Column("mixers", words=True), Column("without"), Column("with"), Column("change")]
@@ -313,11 +354,17 @@ def exactness(results: Results) -> Table:
         entries = []
         for row in (at.get((group, mode, what)) for what in whats):
             too_large = row and row["difference"] > row["allowed"]
-            entries.append(Entry(f"{row['difference']:.1e}{' (too large)' * bool(too_large)}" if row else NOTHING))
+            entries.append(
+                Entry(f"{row['difference']:.1e}{' (too large)' * bool(too_large)}" if row else NOTHING)
+            )
             entries.append(Entry(f"{row['allowed']:.0e}" if row else NOTHING))
         rows.setdefault(group, []).append((mode, entries))
     wrong = sum(r["difference"] > r["allowed"] for r in results.exactness)
-    note = f"{wrong} of {len(at)} are larger than allowed." if wrong else f"All {len(at)} are within what is allowed."
+    note = (
+        f"{wrong} of {len(at)} are larger than allowed."
+        if wrong
+        else f"All {len(at)} are within what is allowed."
+    )
     return Table("Difference from the definition, computed in float64", "mode", columns, rows, note)
 
 
@@ -327,10 +374,23 @@ def paper_table(table: PaperTable) -> Table:
     rows = []
     for name, values in table.rows.items():
         cells = zip(table.columns, values)
-        rows.append((name, [Entry(NOTHING) if v is None else Entry(paper.shown(table, c, v), v) for c, v in cells]))
-    unconfirmed = "Unconfirmed: these figures could not be checked against the paper." if table.number in paper.UNCONFIRMED else ""
+        rows.append(
+            (name, [Entry(NOTHING) if v is None else Entry(paper.shown(table, c, v), v) for c, v in cells])
+        )
+    unconfirmed = (
+        "Unconfirmed: these figures could not be checked against the paper."
+        if table.number in paper.UNCONFIRMED
+        else ""
+    )
     caption = f"The paper's table {table.number}: {table.title}"
-    return Table(caption, "model", columns, {"": rows}, " ".join(filter(None, [table.note, unconfirmed])), table.setting)
+    return Table(
+        caption,
+        "model",
+        columns,
+        {"": rows},
+        " ".join(filter(None, [table.note, unconfirmed])),
+        table.setting,
+    )
 
 
 def not_measured(found: list[str], table: PaperTable) -> str:

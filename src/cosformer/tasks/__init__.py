@@ -51,7 +51,9 @@ def names() -> tuple[str, ...]:
 
 def settings(name: str) -> dict[str, Any]:
     """The settings a task takes, with their defaults (`inspect.Parameter.empty` where one must be given)."""
-    return {key: parameter.default for key, parameter in inspect.signature(_function(name)).parameters.items()}
+    return {
+        key: parameter.default for key, parameter in inspect.signature(_function(name)).parameters.items()
+    }
 
 
 def build(name: str, **chosen: Any) -> Task:
@@ -62,7 +64,9 @@ def build(name: str, **chosen: Any) -> Task:
     accepted = settings(name)
     if unknown := [key for key in chosen if key not in accepted]:
         raise TypeError(f"task {name!r} has no setting {unknown[0]!r}; it takes {', '.join(accepted)}")
-    if missing := [key for key, default in accepted.items() if default is inspect.Parameter.empty and key not in chosen]:
+    if missing := [
+        key for key, default in accepted.items() if default is inspect.Parameter.empty and key not in chosen
+    ]:
         raise TypeError(f"task {name!r} needs {missing[0]}=...: it cannot be generated")
     return _function(name)(**chosen)
 

@@ -26,7 +26,9 @@ def digest(path: Path) -> str:
     return hasher.hexdigest()
 
 
-def prepared(name: str, make: Callable[[Path], None], *, cache: str | os.PathLike | None = None, **settings) -> Path:
+def prepared(
+    name: str, make: Callable[[Path], None], *, cache: str | os.PathLike | None = None, **settings
+) -> Path:
     """The folder `make` filled for these settings, made now if it is not there yet.
 
     It is filled under another name and renamed when complete, so no reader ever sees a part of it, and several processes may

@@ -96,7 +96,9 @@ def _label(row: Row, name: str) -> str:
     value = str(int(value)) if isinstance(value, (bool, int)) else value
     if isinstance(value, str) and value.strip():
         value = value.strip()
-        return value.removesuffix(".0") if value.removesuffix(".0").isdigit() else value  # AAN writes labels as 0.0 and 1.0
+        return (
+            value.removesuffix(".0") if value.removesuffix(".0").isdigit() else value
+        )  # AAN writes labels as 0.0 and 1.0
     raise row.error(f"column {name!r} must hold a label; got {value!r}")
 
 
@@ -118,20 +120,27 @@ def _write(
     arrays = dict.fromkeys(("input_ids", "pair_input_ids") if towers else ("input_ids",), encode.dtype)
     count = dict.fromkeys(SPLITS, 0)
     with ExitStack() as stack:
-        writers = {s: stack.enter_context(Writer(folder / s, arrays=arrays, numbers={"labels": "int64"})) for s in SPLITS}
+        writers = {
+            s: stack.enter_context(Writer(folder / s, arrays=arrays, numbers={"labels": "int64"}))
+            for s in SPLITS
+        }
         for split, row in rows:
             mark = _label(row, column(row, label, LABEL, argument="label"))
             if mark not in number:
                 raise row.error(f"label {mark!r} is not one of {', '.join(labels)}")
             first = encode.encode(row.text(column(row, text, TEXT, argument="text")))
-            second = encode.encode(row.text(column(row, pair, PAIR, argument="pair"))) if pair or towers else None
+            second = (
+                encode.encode(row.text(column(row, pair, PAIR, argument="pair"))) if pair or towers else None
+            )
             fields = {"input_ids": np.r_[special.bos, first[: length - 1]], "labels": number[mark]}
             if towers and second is not None:
                 fields["pair_input_ids"] = np.r_[special.bos, second[: length - 1]]
             elif second is not None:
                 room = length - 3  # start, separator, end; the longer text gives way first
                 keep = min(len(first), max(room - len(second), room // 2))
-                fields["input_ids"] = np.r_[special.bos, first[:keep], special.sep, second[: room - keep], special.eos]
+                fields["input_ids"] = np.r_[
+                    special.bos, first[:keep], special.sep, second[: room - keep], special.eos
+                ]
             writers[split].add(**fields)
             count[split] += 1
     for split in needed:
@@ -172,10 +181,30 @@ def _from_table(
     def make(draft: Path) -> None:
         names = tuple(map(str, labels)) if labels else label_set(read(), label)
         needed = SPLITS if holdout else ("train", "test")
-        _write(read(), encode, draft, length=length, labels=names, towers=towers, text=text, pair=pair, label=label, needed=needed)
+        _write(
+            read(),
+            encode,
+            draft,
+            length=length,
+            labels=names,
+            towers=towers,
+            text=text,
+            pair=pair,
+            label=label,
+            needed=needed,
+        )
 
     vocabulary = encode.tokenizer.backend_tokenizer.to_str()
-    folder = prepared("classified", make, cache=cache, vocabulary=vocabulary, length=length, towers=towers, labels=labels, **key)
+    folder = prepared(
+        "classified",
+        make,
+        cache=cache,
+        vocabulary=vocabulary,
+        length=length,
+        towers=towers,
+        labels=labels,
+        **key,
+    )
     sets = {split: Table(folder / split) for split in SPLITS}
     if not len(sets["validation"]):
         sets["validation"] = sets["test"]
@@ -193,7 +222,9 @@ def _from_table(
     )
 
 
-def _read(data: Any, *, columns: Sequence[str] | None, holdout: float | None, seed: int) -> Iterable[tuple[str, Row]]:
+def _read(
+    data: Any, *, columns: Sequence[str] | None, holdout: float | None, seed: int
+) -> Iterable[tuple[str, Row]]:
     return split_rows(tables(data, columns=columns), holdout=holdout, seed=seed)
 
 
@@ -259,7 +290,9 @@ def text(
     )
 
 
-def retrieval(*, data: Any, length: int = 4000, columns: Sequence[str] | None = AAN, seed: int = 0, cache: Any = None) -> Task:
+def retrieval(
+    *, data: Any, length: int = 4000, columns: Sequence[str] | None = AAN, seed: int = 0, cache: Any = None
+) -> Task:
     """Long-Range Arena's Retrieval: do two papers cite one another, both as bytes, each through the encoder on its own.
 
     `data` is the published folder (new_aan_pairs.train.tsv, .eval.tsv, .test.tsv): label, id1, id2, text1, text2, no header.

@@ -87,9 +87,13 @@ class Task:
     num_labels: int | None = None  # classification only
     labels: tuple[str, ...] = ()  # their names, in order of id
     special: Special = Special()
-    tokenizer: Any = None  # a Hugging Face tokenizer, to be saved beside the model; None where the input is not text
+    tokenizer: Any = (
+        None  # a Hugging Face tokenizer, to be saved beside the model; None where the input is not text
+    )
     published: Published | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)  # everything the data depends on, as JSON can hold it
+    settings: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # everything the data depends on, as JSON can hold it
 
     def __post_init__(self):
         if self.kind not in KINDS:

@@ -33,9 +33,13 @@ def standard_library() -> list[Path]:
     """The Python standard library's own source, without its tests and what the build left in _*.py: text on every machine."""
     home = Path(sysconfig.get_paths()["stdlib"])
     skip = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
-    found = [p for p in home.rglob("[!_]*.py") if not skip & set(p.relative_to(home).parts) and p.stat().st_size]
+    found = [
+        p for p in home.rglob("[!_]*.py") if not skip & set(p.relative_to(home).parts) and p.stat().st_size
+    ]
     if not found:
-        raise DataError(f"Python {sys.version_info[0]}.{sys.version_info[1]} has no library source in {home}; pass data=...")
+        raise DataError(
+            f"Python {sys.version_info[0]}.{sys.version_info[1]} has no library source in {home}; pass data=..."
+        )
     return sorted(found)
 
 
@@ -47,23 +51,41 @@ class Corpus:
     """
 
     def __init__(
-        self, data: Any = None, *, text: str | None = None, separator: str | None = None, holdout: float = 0.05, seed: int = 0
+        self,
+        data: Any = None,
+        *,
+        text: str | None = None,
+        separator: str | None = None,
+        holdout: float = 0.05,
+        seed: int = 0,
     ):
         self.data, self.text, self.separator, self.holdout, self.seed = data, text, separator, holdout, seed
         if data is None:
             self.parts: dict[str, list[Path]] = {"all": standard_library()}
         else:
             path = locate(data)
-            self.parts = {} if path.is_dir() and is_saved_dataset(path) else files(path)  # a saved data set has no files of ours
+            self.parts = (
+                {} if path.is_dir() and is_saved_dataset(path) else files(path)
+            )  # a saved data set has no files of ours
         forms = {form(file) in TABLES for members in self.parts.values() for file in members}
         if len(forms) > 1:
-            raise DataError(f"a folder must hold either text or tables ({', '.join(TABLES)}), not both", path=data)
+            raise DataError(
+                f"a folder must hold either text or tables ({', '.join(TABLES)}), not both", path=data
+            )
         self.rows = not self.parts or forms == {True}
 
     def key(self) -> dict[str, Any]:
         """Everything the documents depend on."""
-        content = fingerprint(self.data) if self.data is not None else [digest(file) for file in self.parts["all"]]
-        return {"content": content, "text": self.text, "separator": self.separator, "holdout": self.holdout, "seed": self.seed}
+        content = (
+            fingerprint(self.data) if self.data is not None else [digest(file) for file in self.parts["all"]]
+        )
+        return {
+            "content": content,
+            "text": self.text,
+            "separator": self.separator,
+            "holdout": self.holdout,
+            "seed": self.seed,
+        }
 
     def __iter__(self) -> Iterator[Piece]:
         if self.rows:
@@ -72,7 +94,9 @@ class Corpus:
         return self._by_size(missing) if missing and self._few() else self._by_document(missing)
 
     def _few(self) -> bool:
-        return self.separator is None and len(self.parts.get("all") or self.parts["train"]) < round(1 / self.holdout)
+        return self.separator is None and len(self.parts.get("all") or self.parts["train"]) < round(
+            1 / self.holdout
+        )
 
     def _rows(self) -> Iterator[Piece]:
         name = ""

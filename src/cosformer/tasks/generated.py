@@ -27,9 +27,48 @@ NOUNS = [
     "lighting",
 ]
 ADVERBS = ["truly", "rather", "quite", "very", "simply", "oddly", "almost", "really"]
-GOOD = ["good", "great", "fresh", "moving", "clever", "warm", "bright", "honest", "lively", "sharp", "tender", "graceful"]
-BAD = ["bad", "dull", "weak", "clumsy", "stale", "cold", "tired", "hollow", "noisy", "lazy", "shallow", "awkward"]
-MONTHS = ["January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November", "December"]
+GOOD = [
+    "good",
+    "great",
+    "fresh",
+    "moving",
+    "clever",
+    "warm",
+    "bright",
+    "honest",
+    "lively",
+    "sharp",
+    "tender",
+    "graceful",
+]
+BAD = [
+    "bad",
+    "dull",
+    "weak",
+    "clumsy",
+    "stale",
+    "cold",
+    "tired",
+    "hollow",
+    "noisy",
+    "lazy",
+    "shallow",
+    "awkward",
+]
+MONTHS = [
+    "January",
+    "February",
+    "March",
+    "April",
+    "May",
+    "June",
+    "July",
+    "August",
+    "September",
+    "October",
+    "November",
+    "December",
+]
 
 
 def reviews(*, seed: int) -> Iterator[tuple[str, Row]]:
@@ -48,7 +87,14 @@ def reviews(*, seed: int) -> Iterator[tuple[str, Row]]:
             for _ in range(rng.integers(3)):
                 other = _clause(rng, int(rng.integers(2)))
                 clauses = [other, "but", *clauses] if rng.random() < 0.5 else [*clauses, "although", other]
-            yield split, Row(path, line, {"text": " ".join(clauses) + " .", "label": "positive" if label else "negative"})
+            yield (
+                split,
+                Row(
+                    path,
+                    line,
+                    {"text": " ".join(clauses) + " .", "label": "positive" if label else "negative"},
+                ),
+            )
 
 
 def _clause(rng: np.random.Generator, good: int) -> str:

@@ -52,7 +52,9 @@ def _python(path: Path) -> Batch:
 def _binary(path: Path) -> Batch:
     raw, record = np.fromfile(path, np.uint8), 1 + 3 * PIXELS
     if not len(raw) or len(raw) % record:
-        raise DataError(f"not a CIFAR-10 binary batch: {len(raw)} bytes is no multiple of {record}", path=path)
+        raise DataError(
+            f"not a CIFAR-10 binary batch: {len(raw)} bytes is no multiple of {record}", path=path
+        )
     raw = raw.reshape(-1, record)
     return _grey(raw[:, 1:]), raw[:, 0]
 
@@ -60,7 +62,10 @@ def _binary(path: Path) -> Batch:
 def _png(path: Path) -> np.ndarray:
     from PIL import Image, UnidentifiedImageError
 
-    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # ten thousand images on one strip are no attack
+    limit, Image.MAX_IMAGE_PIXELS = (
+        Image.MAX_IMAGE_PIXELS,
+        None,
+    )  # ten thousand images on one strip are no attack
     try:
         with Image.open(path) as strip:
             pixels = np.asarray(strip.convert("L"))
@@ -69,7 +74,10 @@ def _png(path: Path) -> np.ndarray:
     finally:
         Image.MAX_IMAGE_PIXELS = limit
     if pixels.shape[1] != SIDE or len(pixels) % SIDE:
-        raise DataError(f"expected a strip of {SIDE} x {SIDE} images, got {pixels.shape[1]} x {pixels.shape[0]} pixels", path=path)
+        raise DataError(
+            f"expected a strip of {SIDE} x {SIDE} images, got {pixels.shape[1]} x {pixels.shape[0]} pixels",
+            path=path,
+        )
     return pixels.reshape(-1, PIXELS)
 
 
@@ -88,7 +96,11 @@ def _grey_strips(folder: Path) -> Iterator[tuple[str, Path, Batch]]:
 def _forms(folder: Path) -> list[Path]:
     """The files of whichever form the folder has."""
     strips, binary, python = ("*.png", "*.u8"), ("*_batch*.bin",), ("*_batch*",)
-    for required, patterns in (("train_labels.u8", strips), ("data_batch_1.bin", binary), ("data_batch_1", python)):
+    for required, patterns in (
+        ("train_labels.u8", strips),
+        ("data_batch_1.bin", binary),
+        ("data_batch_1", python),
+    ):
         if (folder / required).is_file():
             return sorted({path for pattern in patterns for path in folder.glob(pattern)})
     forms = "data_batch_1 ... test_batch (python), data_batch_1.bin ... (binary), or grey strips train_*.png, test.png with "
@@ -101,14 +113,20 @@ def batches(folder: Path) -> Iterator[tuple[str, Path, Batch]]:
         yield from _grey_strips(folder)
         return
     for path in (path for path in _forms(folder) if "meta" not in path.name):
-        yield "test" if "test" in path.name else "train", path, (_binary if path.suffix == ".bin" else _python)(path)
+        yield (
+            "test" if "test" in path.name else "train",
+            path,
+            (_binary if path.suffix == ".bin" else _python)(path),
+        )
 
 
 def _write(source: Path, folder: Path) -> None:
     parts: dict[str, list[Batch]] = {"train": [], "test": []}
     for split, path, (pixels, labels) in batches(source):
         if len(bad := np.flatnonzero(labels >= len(LABELS))):
-            raise DataError(f"image {bad[0]} has label {labels[bad[0]]}; labels are 0 ... {len(LABELS) - 1}", path=path)
+            raise DataError(
+                f"image {bad[0]} has label {labels[bad[0]]}; labels are 0 ... {len(LABELS) - 1}", path=path
+            )
         parts[split].append((pixels, labels))
     if not (parts["train"] and parts["test"]):
         raise DataError("both training and test images are needed", path=source)

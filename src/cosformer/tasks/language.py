@@ -19,7 +19,9 @@ def _tokenise(corpus: Corpus, encode: Encoder, folder: Path) -> None:
     """Writes every document of the corpus to its split's table, as start, text, end; a document need not fit in memory."""
     special, size = encode.special, dict.fromkeys(SPLITS, 0)
     with ExitStack() as stack:
-        writers = {s: stack.enter_context(Writer(folder / s, arrays={"tokens": encode.dtype})) for s in SPLITS}
+        writers = {
+            s: stack.enter_context(Writer(folder / s, arrays={"tokens": encode.dtype})) for s in SPLITS
+        }
         begun = dict.fromkeys(SPLITS, False)
         for split, text, end in corpus:
             writer = writers[split]
@@ -40,12 +42,16 @@ def _tokenise(corpus: Corpus, encode: Encoder, folder: Path) -> None:
     (folder / "bytes.json").write_text(json.dumps(size))
 
 
-def _tables(corpus: Corpus, tokenizer: str, cache: Any) -> tuple[Encoder, dict[str, Table], dict[str, int], dict[str, Any]]:
+def _tables(
+    corpus: Corpus, tokenizer: str, cache: Any
+) -> tuple[Encoder, dict[str, Table], dict[str, int], dict[str, Any]]:
     key = corpus.key()
     texts = (text for split, text, _ in corpus if split == "train")
     encode = encoder(tokenizer, texts=texts, key=key, cache=cache)
     vocabulary = encode.tokenizer.backend_tokenizer.to_str()
-    folder = prepared("corpus", lambda draft: _tokenise(corpus, encode, draft), cache=cache, vocabulary=vocabulary, **key)
+    folder = prepared(
+        "corpus", lambda draft: _tokenise(corpus, encode, draft), cache=cache, vocabulary=vocabulary, **key
+    )
     tables = {split: Table(folder / split) for split in SPLITS}
     return encode, tables, json.loads((folder / "bytes.json").read_text()), key
 
@@ -68,7 +74,9 @@ def lm(
     Evaluation slides: windows begin every `stride` tokens (half the length if None) and score only what is new.
     `isolate=False` lets attention cross documents, as papers on WikiText do: the batch then has no `position_ids`.
     """
-    encode, tables, size, key = _tables(Corpus(data, text=text, separator=separator, holdout=holdout, seed=seed), tokenizer, cache)
+    encode, tables, size, key = _tables(
+        Corpus(data, text=text, separator=separator, holdout=holdout, seed=seed), tokenizer, cache
+    )
     stride = length // 2 if stride is None else stride
     # Tokens that are not strings of bytes get the training set's mean; exact on the whole, not token by token.
     known = encode.byte_lengths()
@@ -108,13 +116,21 @@ def mlm(
     cache: Any = None,
 ) -> Task:
     """Masked pre-training: `share` of the tokens hidden, whole words at a time if `whole_word`; see packing.Masked."""
-    encode, tables, _, key = _tables(Corpus(data, text=text, separator=separator, holdout=holdout, seed=seed), tokenizer, cache)
+    encode, tables, _, key = _tables(
+        Corpus(data, text=text, separator=separator, holdout=holdout, seed=seed), tokenizer, cache
+    )
     joins = encode.joins() if whole_word else None
 
     def masked(split: str, copies: int) -> Masked:
         windows = Packed(tables[split], length=length, isolate=isolate)
         return Masked(
-            windows, content=encode.content(), mask=encode.special.mask, seed=seed, copies=copies, share=share, joins=joins
+            windows,
+            content=encode.content(),
+            mask=encode.special.mask,
+            seed=seed,
+            copies=copies,
+            share=share,
+            joins=joins,
         )
 
     return Task(

@@ -69,7 +69,9 @@ def _median(values: np.ndarray, arity: np.ndarray, starts: np.ndarray) -> np.nda
     return (ranked[starts + (arity - 1) // 2] + ranked[starts + arity // 2]) // 2
 
 
-def _write_out(rng: np.random.Generator, levels: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _write_out(
+    rng: np.random.Generator, levels: list[np.ndarray]
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Fills in operators and digits: (tokens of all trees end to end, where each tree ends, values of the roots)."""
     lengths = _lengths(levels)
     ends = np.cumsum(lengths[0])
@@ -84,7 +86,11 @@ def _write_out(rng: np.random.Generator, levels: list[np.ndarray]) -> tuple[np.n
         # An argument stands after the operator and the arguments before it.
         first = np.repeat(place[inner] + 1, arity[inner])
         before = np.cumsum(below) - below
-        place = first + before - np.repeat(before[(np.cumsum(arity) - arity)[inner]], arity[inner]) if len(below) else first
+        place = (
+            first + before - np.repeat(before[(np.cumsum(arity) - arity)[inner]], arity[inner])
+            if len(below)
+            else first
+        )
     values = symbols[-1]
     for arity, symbol in zip(levels[-2::-1], symbols[-2::-1]):
         own, inside = symbol.copy(), np.flatnonzero(arity)
@@ -104,7 +110,9 @@ def _write_out(rng: np.random.Generator, levels: list[np.ndarray]) -> tuple[np.n
     return tokens, ends, values
 
 
-def trees(*, seed: int, least: int, most: int, depth: int, args: int, batch: int = 20_000) -> Iterator[tuple[np.ndarray, int]]:
+def trees(
+    *, seed: int, least: int, most: int, depth: int, args: int, batch: int = 20_000
+) -> Iterator[tuple[np.ndarray, int]]:
     """Different trees without end, as (symbol numbers, value), with `least < tokens < most`."""
     rng, seen, idle = np.random.default_rng((seed, 6)), set(), 0
     while True:
@@ -140,7 +148,10 @@ def _read(data: Any, folder: Path, *, length: int, seed: int) -> None:
     number = {symbol: index + Special.count for index, symbol in enumerate(SYMBOLS)} | {"(": None, ")": None}
     with ExitStack() as stack:
         writers = {
-            s: stack.enter_context(Writer(folder / s, arrays={"input_ids": "uint8"}, numbers={"labels": "int64"})) for s in SPLITS
+            s: stack.enter_context(
+                Writer(folder / s, arrays={"input_ids": "uint8"}, numbers={"labels": "int64"})
+            )
+            for s in SPLITS
         }
         for split, row in split_rows(tables(data), holdout=0.05, seed=seed):
             if not {"Source", "Target"} <= row.fields.keys():
@@ -182,10 +193,14 @@ def listops(
     if data is None:
         limits = {"least": least, "most": length, "depth": depth, "args": args, "seed": seed}
         settings: dict[str, Any] = {**limits, "examples": list(examples)}
-        folder = prepared("listops", lambda draft: _generate(draft, examples=examples, **limits), cache=cache, **settings)
+        folder = prepared(
+            "listops", lambda draft: _generate(draft, examples=examples, **limits), cache=cache, **settings
+        )
     else:
         settings = {"content": fingerprint(data), "length": length, "seed": seed}
-        folder = prepared("listops", lambda draft: _read(data, draft, length=length, seed=seed), cache=cache, **settings)
+        folder = prepared(
+            "listops", lambda draft: _read(data, draft, length=length, seed=seed), cache=cache, **settings
+        )
     sets = {split: Table(folder / split) for split in SPLITS}
     return task(
         name="listops",

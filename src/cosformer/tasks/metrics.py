@@ -11,7 +11,9 @@ from .contract import IGNORE
 
 
 def _logits(output: Any) -> Tensor:
-    return output[0] if isinstance(output, (tuple, list)) else output  # models may hand states on beside the logits
+    return (
+        output[0] if isinstance(output, (tuple, list)) else output
+    )  # models may hand states on beside the logits
 
 
 class TokenScores:
@@ -19,7 +21,9 @@ class TokenScores:
 
     def __init__(self, *, shift: bool, byte_lengths: np.ndarray | float | None = None):
         self.shift = shift
-        self.byte_lengths = byte_lengths if byte_lengths is None else torch.as_tensor(byte_lengths, dtype=torch.float32)
+        self.byte_lengths = (
+            byte_lengths if byte_lengths is None else torch.as_tensor(byte_lengths, dtype=torch.float32)
+        )
 
     def __call__(self, output: Any, labels: Tensor) -> Tensor:
         logits = _logits(output)
@@ -48,7 +52,12 @@ class LanguageMetrics:
         if not tokens:
             raise ValueError("no token of the evaluation set has a label")
         mean = loss / tokens
-        found = {"loss_per_token": mean, "perplexity": math.exp(min(mean, 700)), "accuracy": right / tokens, "tokens": tokens}
+        found = {
+            "loss_per_token": mean,
+            "perplexity": math.exp(min(mean, 700)),
+            "accuracy": right / tokens,
+            "tokens": tokens,
+        }
         if self.bits_per_byte and size:
             found["bits_per_byte"] = loss / math.log(2) / size
         return {name: float(value) for name, value in found.items()}
@@ -106,7 +115,10 @@ class Seq2SeqMetrics:
         if self.tokenizer is not None:
             import sacrebleu
 
-            said, meant = ([self.tokenizer.decode(ids, skip_special_tokens=True) for ids in side] for side in (made, wanted))
+            said, meant = (
+                [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in side]
+                for side in (made, wanted)
+            )
             found["bleu"] = sacrebleu.corpus_bleu(said, [meant]).score
             found["chrf"] = sacrebleu.corpus_chrf(said, [meant]).score
         return found

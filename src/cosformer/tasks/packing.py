@@ -24,7 +24,15 @@ class Packed(Rows):
     first window's with at least `length - stride` tokens before it: sliding evaluation.
     """
 
-    def __init__(self, table: Table, *, length: int, stride: int | None = None, isolate: bool = True, column: str = "tokens"):
+    def __init__(
+        self,
+        table: Table,
+        *,
+        length: int,
+        stride: int | None = None,
+        isolate: bool = True,
+        column: str = "tokens",
+    ):
         if length < 2:
             raise ValueError(f"length must be at least 2; got {length}")
         if stride is not None and not 0 < stride < length:
@@ -53,7 +61,9 @@ class Packed(Rows):
         item = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
         if self.isolate:
             lengths = np.diff(begins, prepend=0, append=len(ids))
-            item["position_ids"] = torch.from_numpy(np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths))
+            item["position_ids"] = torch.from_numpy(
+                np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            )
         return item
 
 
@@ -78,7 +88,14 @@ class Masked(Rows):
     ):
         if not 0 < share < 1:
             raise ValueError(f"share of masked tokens must lie in (0, 1); got {share}")
-        self.inner, self.mask, self.seed, self.copies, self.share, self.joins = inner, mask, seed, copies, share, joins
+        self.inner, self.mask, self.seed, self.copies, self.share, self.joins = (
+            inner,
+            mask,
+            seed,
+            copies,
+            share,
+            joins,
+        )
         self.content = content
         self.is_content = np.zeros(int(content.max()) + 2, bool)
         self.is_content[content] = True
@@ -129,7 +146,10 @@ class WindowCollate:
         }
         if "position_ids" in items[0]:
             length = batch["input_ids"].shape[1]
-            full = [torch.cat([p, torch.arange(length - len(p))]) for p in (item["position_ids"] for item in items)]
+            full = [
+                torch.cat([p, torch.arange(length - len(p))])
+                for p in (item["position_ids"] for item in items)
+            ]
             batch["position_ids"] = torch.stack(full)
         return batch
 

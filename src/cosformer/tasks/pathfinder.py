@@ -98,7 +98,9 @@ class _Field:
         self.drawing, self.margins = drawing, margins
         self.dashes = np.full((len(margins), slots, 2, 2), np.nan, np.float32)
 
-    def room(self, rows: np.ndarray, slot: np.ndarray, last: np.ndarray, candidates: np.ndarray) -> np.ndarray:
+    def room(
+        self, rows: np.ndarray, slot: np.ndarray, last: np.ndarray, candidates: np.ndarray
+    ) -> np.ndarray:
         """(n, K, 2, 2) dashes -> (n, K): inside the padding, and two margins and a thickness from the others.
 
         Distances are taken from points at most two pixels apart along the dash.
@@ -106,11 +108,15 @@ class _Field:
         low, high = self.drawing.padding, self.drawing.window - 1 - self.drawing.padding
         inside = ((candidates >= low) & (candidates <= high)).all((-1, -2))
         share = np.linspace(0, 1, math.ceil(self.drawing.dash / 2) + 1, dtype=np.float32)
-        x, y = (candidates[:, :, 0, i, None] * (1 - share) + candidates[:, :, 1, i, None] * share for i in (0, 1))  # (n, K, P)
+        x, y = (
+            candidates[:, :, 0, i, None] * (1 - share) + candidates[:, :, 1, i, None] * share for i in (0, 1)
+        )  # (n, K, P)
         before = np.arange(int(slot.max(initial=0)))
         a, b = self.dashes[rows, : len(before), 0], self.dashes[rows, : len(before), 1]
         other = (before < slot[:, None]) & (before != last[:, None]) & ~np.isnan(a[..., 0])
-        (ax, ay), (dx, dy) = ((v[:, None, None, :, 0], v[:, None, None, :, 1]) for v in (a, b - a))  # (n, 1, 1, S)
+        (ax, ay), (dx, dy) = (
+            (v[:, None, None, :, 0], v[:, None, None, :, 1]) for v in (a, b - a)
+        )  # (n, 1, 1, S)
         x, y = x[..., None] - ax, y[..., None] - ay
         along = np.clip((x * dx + y * dy) / (dx * dx + dy * dy), 0, 1)
         apart = (x - along * dx) ** 2 + (y - along * dy) ** 2
@@ -135,13 +141,17 @@ class _Field:
         self.dashes[rows, slot] = candidates[np.arange(len(rows)), drawn]
         return total[:, -1] > 1e-4  # published: with less the curve is at a dead end
 
-    def begin(self, rng: np.random.Generator, rows: np.ndarray, slot: np.ndarray, places: np.ndarray) -> np.ndarray:
+    def begin(
+        self, rng: np.random.Generator, rows: np.ndarray, slot: np.ndarray, places: np.ndarray
+    ) -> np.ndarray:
         """The first dash of a curve, from one of the places (n, K, 2) in any direction."""
         heading = _heading(rng.uniform(-math.pi, math.pi, places.shape[:2]))
         ends = places, places + self.drawing.dash * heading
         return self.choose(rng, rows, slot, np.full(len(rows), -1), ends, np.ones(places.shape[:2]))
 
-    def extend(self, rng: np.random.Generator, rows: np.ndarray, slot: np.ndarray, last: np.ndarray) -> np.ndarray:
+    def extend(
+        self, rng: np.random.Generator, rows: np.ndarray, slot: np.ndarray, last: np.ndarray
+    ) -> np.ndarray:
         """The dash that goes on from that in `last`: of the turns with room, one in proportion to cos^2(continuity * turn)."""
         start, end = self.dashes[rows, last, 0], self.dashes[rows, last, 1]
         angle = np.arctan2(end[:, 1] - start[:, 1], end[:, 0] - start[:, 0])
@@ -191,7 +201,12 @@ def sketch(rng: np.random.Generator, size: int, drawing: Drawing) -> Sketches:
     labels, origin = rng.integers(2, size=(2, len(rows)))
     dashes, end = field.dashes[rows], np.where(labels == 1, origin, 1 - origin)
     one = np.arange(len(rows))
-    return Sketches(dashes, np.stack([dashes[one, origin, 0], dashes[one, long - 2 + end, 1]], 1), labels, field.margins[rows])
+    return Sketches(
+        dashes,
+        np.stack([dashes[one, origin, 0], dashes[one, long - 2 + end, 1]], 1),
+        labels,
+        field.margins[rows],
+    )
 
 
 def render(sketches: Sketches, drawing: Drawing, size: int) -> np.ndarray:
@@ -206,9 +221,14 @@ def render(sketches: Sketches, drawing: Drawing, size: int) -> np.ndarray:
         row, slot = np.nonzero(~np.isnan(shapes[..., 0, 0]))
         a, b = shapes[row, slot, 0], shapes[row, slot, 1]
         corner = np.round((a + b) / 2).astype(int) - reach  # (n, 2), x and y
-        grid = ((np.arange((2 * reach + 1) * fine) + 0.5) / fine - 0.5).astype(np.float32)  # centres of the fine cells of a patch
+        grid = ((np.arange((2 * reach + 1) * fine) + 0.5) / fine - 0.5).astype(
+            np.float32
+        )  # centres of the fine cells of a patch
         near = _offsets(corner[..., None].astype(np.float32) + grid, a, b) <= radius**2
-        patch = near.reshape(len(a), 2 * reach + 1, fine, 2 * reach + 1, fine).mean((2, 4), dtype=np.float32) * value
+        patch = (
+            near.reshape(len(a), 2 * reach + 1, fine, 2 * reach + 1, fine).mean((2, 4), dtype=np.float32)
+            * value
+        )
         cell = np.arange(2 * reach + 1)
         rows, columns = np.broadcast_arrays(
             corner[:, 1, None, None] + cell[None, :, None], corner[:, 0, None, None] + cell[None, None, :]
@@ -254,7 +274,9 @@ def images(*, drawing: Drawing, size: int, seed: Sequence[int]) -> Iterator[tupl
 def _generate(folder: Path, *, drawing: Drawing, size: int, examples: Sequence[int], seed: int) -> None:
     for number, (split, wanted) in enumerate(zip(SPLITS, examples, strict=True)):
         with Writer(folder / split, arrays={"input_ids": "uint16"}, numbers={"labels": "int64"}) as writer:
-            for pixels, label in itertools.islice(images(drawing=drawing, size=size, seed=(seed, 7, number)), wanted):
+            for pixels, label in itertools.islice(
+                images(drawing=drawing, size=size, seed=(seed, 7, number)), wanted
+            ):
                 writer.add(input_ids=pixels.reshape(-1).astype(np.uint16) + Special.count, labels=label)
 
 
@@ -273,7 +295,9 @@ def pathfinder(
     Drawn at that size with the parameters published for it, or, with `drawing=300`, as the original 300 x 300 and scaled down.
     """
     if size not in DRAWINGS or (drawing or size) not in DRAWINGS:
-        raise ValueError(f"size and drawing must be among {', '.join(map(str, DRAWINGS))}; got {size} and {drawing}")
+        raise ValueError(
+            f"size and drawing must be among {', '.join(map(str, DRAWINGS))}; got {size} and {drawing}"
+        )
     if difficulty not in DIFFICULTY:
         raise ValueError(f"difficulty must be one of {', '.join(DIFFICULTY)}; got {difficulty!r}")
     chosen = replace(DRAWINGS[drawing or size], dashes=DIFFICULTY[difficulty])

@@ -47,7 +47,9 @@ def masked(task: Task, *, share: float, copies: int, seed: int) -> Task:
         raise ValueError(f"self-pretraining takes a classification task; {task.name!r} is {task.kind}")
     special = task.special
     roles = (special.pad, special.bos, special.eos, special.sep, special.mask)
-    content = np.setdiff1d(np.arange(task.vocab_size), task.tokenizer.all_special_ids if task.tokenizer else roles)
+    content = np.setdiff1d(
+        np.arange(task.vocab_size), task.tokenizer.all_special_ids if task.tokenizer else roles
+    )
 
     def hide(rows: Rows, copies: int) -> Masked:
         rows = Singles(rows) if task.kind == "pair-classification" else rows

@@ -40,7 +40,14 @@ def _distinct(rng: np.random.Generator, low: int, high: int, shape: tuple[int, i
 
 
 def associations(
-    rng: np.random.Generator, size: int, *, length: int, pairs: int, vocabulary: int, power: float, blank: bool
+    rng: np.random.Generator,
+    size: int,
+    *,
+    length: int,
+    pairs: int,
+    vocabulary: int,
+    power: float,
+    blank: bool,
 ) -> dict[str, np.ndarray]:
     """`size` rows of (input_ids, labels): keys and values in turn, then every key once more; its value is asked for.
 
@@ -80,14 +87,28 @@ def recall(
         raise ValueError(f"length must be even and at least 4 * pairs; got length={length}, pairs={pairs}")
     if vocabulary // 2 - 1 < pairs:
         raise ValueError(f"vocabulary={vocabulary} has fewer than pairs={pairs} keys")
-    sizes: dict[str, Any] = {"length": length, "pairs": pairs, "vocabulary": vocabulary, "power": power, "blank": blank}
+    sizes: dict[str, Any] = {
+        "length": length,
+        "pairs": pairs,
+        "vocabulary": vocabulary,
+        "power": power,
+        "blank": blank,
+    }
     sets = {}
     for number, (split, size) in enumerate(zip(SPLITS, examples, strict=True)):
         sets[split] = Arrays(**associations(np.random.default_rng((seed, 4, number)), size, **sizes))
-    return _task("recall", sets, vocab_size=vocabulary, length=length, settings={**sizes, "examples": list(examples), "seed": seed})
+    return _task(
+        "recall",
+        sets,
+        vocab_size=vocabulary,
+        length=length,
+        settings={**sizes, "examples": list(examples), "seed": seed},
+    )
 
 
-def copy(*, length: int = 32, symbols: int = 16, examples: Sequence[int] = (20_000, 500, 500), seed: int = 0) -> Task:
+def copy(
+    *, length: int = 32, symbols: int = 16, examples: Sequence[int] = (20_000, 500, 500), seed: int = 0
+) -> Task:
     """Toy: random symbols, a separator, the same symbols again. `length` counts all; only the second half is asked for."""
     if length < 4 or length % 2:
         raise ValueError(f"length must be even and at least 4; got {length}")

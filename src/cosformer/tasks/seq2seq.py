@@ -84,14 +84,20 @@ def _write(
         for split, row in rows:
             given = encode.encode(row.text(column(row, source, SOURCE, argument="source")))
             wanted = encode.encode(row.text(column(row, target, TARGET, argument="target")))
-            writers[split].add(input_ids=np.r_[given[: length - 1], eos], labels=np.r_[wanted[: target_length - 1], eos])
+            writers[split].add(
+                input_ids=np.r_[given[: length - 1], eos], labels=np.r_[wanted[: target_length - 1], eos]
+            )
             count[split] += 1
     for split in SPLITS:
         if not count[split]:
-            raise DataError(f"the {split} split has no rows. Give more rows, or files named train, validation and test")
+            raise DataError(
+                f"the {split} split has no rows. Give more rows, or files named train, validation and test"
+            )
 
 
-def _read(data: Any, *, columns: Sequence[str] | None, holdout: float, seed: int) -> Iterable[tuple[str, Row]]:
+def _read(
+    data: Any, *, columns: Sequence[str] | None, holdout: float, seed: int
+) -> Iterable[tuple[str, Row]]:
     return split_rows(tables(data, columns=columns), holdout=holdout, seed=seed)
 
 
@@ -129,10 +135,14 @@ def seq2seq(
     encode = encoder(tokenizer, texts=_texts(read(), source, target), key=key, cache=cache)
 
     def make(draft: Path) -> None:
-        _write(read(), encode, draft, source=source, target=target, length=length, target_length=target_length)
+        _write(
+            read(), encode, draft, source=source, target=target, length=length, target_length=target_length
+        )
 
     sizes = {"length": length, "target_length": target_length}
-    folder = prepared("pairs", make, cache=cache, vocabulary=encode.tokenizer.backend_tokenizer.to_str(), **sizes, **key)
+    folder = prepared(
+        "pairs", make, cache=cache, vocabulary=encode.tokenizer.backend_tokenizer.to_str(), **sizes, **key
+    )
     return _task(
         "seq2seq",
         {split: Table(folder / split) for split in SPLITS},
@@ -145,7 +155,9 @@ def seq2seq(
     )
 
 
-def reverse(*, length: int = 16, symbols: int = 16, examples: Sequence[int] = (20_000, 500, 500), seed: int = 0) -> Task:
+def reverse(
+    *, length: int = 16, symbols: int = 16, examples: Sequence[int] = (20_000, 500, 500), seed: int = 0
+) -> Task:
     """Toy: `length` random symbols, to be written in reverse. Only the encoder sees them: cross attention must carry them."""
     special, sets = Special(), {}
     for number, (split, size) in enumerate(zip(SPLITS, examples, strict=True)):

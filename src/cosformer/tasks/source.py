@@ -85,14 +85,20 @@ def files(data: Any) -> dict[str, list[Path]]:
     path = locate(data)
     if path.is_file():
         return {"all": [path]}
-    found = sorted(p for p in path.rglob("*") if p.is_file() and not any(part[0] == "." for part in p.relative_to(path).parts))
+    found = sorted(
+        p
+        for p in path.rglob("*")
+        if p.is_file() and not any(part[0] == "." for part in p.relative_to(path).parts)
+    )
     if not found:
         raise DataError("the folder holds no files", path=path)
     splits: dict[str, list[Path]] = {}
     unclear: list[tuple[Path, list[str]]] = []
     for file in found:
         name = file.relative_to(path)
-        folders = [split for split in SPLITS for folder in name.parts[:-1] if folder.lower() in SPLIT_WORDS[split]]
+        folders = [
+            split for split in SPLITS for folder in name.parts[:-1] if folder.lower() in SPLIT_WORDS[split]
+        ]
         words = set(re.split(r"[^a-z]+", str(name).lower()))
         named = folders[:1] or [split for split in SPLITS if words & set(SPLIT_WORDS[split])]
         if len(named) > 1:
@@ -103,7 +109,9 @@ def files(data: Any) -> dict[str, list[Path]]:
         return {"all": found}
     if unclear:
         file, named = unclear[0]
-        raise DataError(f"the name says {' and '.join(named)}; rename it, so that it is one of them", path=file)
+        raise DataError(
+            f"the name says {' and '.join(named)}; rename it, so that it is one of them", path=file
+        )
     return splits
 
 
@@ -111,7 +119,9 @@ def fingerprint(data: Any) -> list[list[str]]:
     """What the data is, for the cache: every file's split and content."""
     path = locate(data)
     if path.is_dir() and is_saved_dataset(path):
-        return [["saved", str(p.relative_to(path)), digest(p)] for p in sorted(path.rglob("*")) if p.is_file()]
+        return [
+            ["saved", str(p.relative_to(path)), digest(p)] for p in sorted(path.rglob("*")) if p.is_file()
+        ]
     return [[split, form(file), digest(file)] for split, members in files(path).items() for file in members]
 
 
@@ -127,9 +137,15 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 def undecodable(error: UnicodeDecodeError, *, path: Path, line: int) -> DataError:
     """Says which byte, on which line, is not UTF-8."""
-    hint = " (UTF-16 by its first bytes)" if error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE) else ""
+    hint = (
+        " (UTF-16 by its first bytes)"
+        if error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+        else ""
+    )
     line += error.object[: error.start].count(b"\n")
-    return DataError(f"byte 0x{error.object[error.start]:02x} is not UTF-8{hint}; only UTF-8 is read", path=path, line=line)
+    return DataError(
+        f"byte 0x{error.object[error.start]:02x} is not UTF-8{hint}; only UTF-8 is read", path=path, line=line
+    )
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -187,7 +203,9 @@ def _jsonl(path: Path) -> Iterator[Row]:
         try:
             fields = json.loads(line)
         except json.JSONDecodeError as error:
-            raise DataError(f"not JSON: {error.msg} at column {error.colno}", path=path, line=number) from None
+            raise DataError(
+                f"not JSON: {error.msg} at column {error.colno}", path=path, line=number
+            ) from None
         if not isinstance(fields, dict):
             raise DataError(f"expected a JSON object, got {type(fields).__name__}", path=path, line=number)
         yield Row(path, number, fields)
@@ -209,7 +227,9 @@ def rows(path: Path, *, columns: Sequence[str] | None = None) -> Iterator[Row]:
         raise DataError("no rows", path=path)
 
 
-def _records(path: Path, split_lines: Iterator[tuple[int, list[str]]], columns: Sequence[str] | None) -> Iterator[Row]:
+def _records(
+    path: Path, split_lines: Iterator[tuple[int, list[str]]], columns: Sequence[str] | None
+) -> Iterator[Row]:
     for number, fields in split_lines:
         if columns is None:
             columns = [field.strip() for field in fields]
@@ -217,7 +237,11 @@ def _records(path: Path, split_lines: Iterator[tuple[int, list[str]]], columns: 
                 raise DataError(f"a column is named twice in {columns}", path=path, line=number)
             continue
         if len(fields) != len(columns):
-            raise DataError(f"expected {len(columns)} fields ({', '.join(columns)}), got {len(fields)}", path=path, line=number)
+            raise DataError(
+                f"expected {len(columns)} fields ({', '.join(columns)}), got {len(fields)}",
+                path=path,
+                line=number,
+            )
         yield Row(path, number, dict(zip(columns, fields)))
 
 
@@ -300,13 +324,17 @@ class Holdout:
         return "validation" if place == self._chosen[0] else "test" if place == self._chosen[1] else "train"
 
 
-def split_rows(parts: dict[str, Iterable[Row]], *, holdout: float | None, seed: int) -> Iterator[tuple[str, Row]]:
+def split_rows(
+    parts: dict[str, Iterable[Row]], *, holdout: float | None, seed: int
+) -> Iterator[tuple[str, Row]]:
     """Every record with its split: the data's own where it names them, else held out from what there is (None: nothing is)."""
     if holdout is None and "all" in parts:
         raise DataError("expected a folder with files named train and test")
     missing = [split for split in SPLITS if split not in parts] if holdout else []
     for name, records in parts.items():
-        assign = Holdout(share=holdout, seed=seed) if holdout and missing and name in ("all", "train") else None
+        assign = (
+            Holdout(share=holdout, seed=seed) if holdout and missing and name in ("all", "train") else None
+        )
         for index, row in enumerate(records):
             split = assign(index) if assign else name
             yield (split if split in missing or name == "all" else name), row

@@ -59,11 +59,16 @@ class Table(Rows):
         self.folder = Path(folder)
         columns = json.loads((self.folder / "columns.json").read_text())
         self._numbers = {c: self._map(f"{c}.bin", dtype) for c, dtype in columns["numbers"].items()}
-        self._arrays = {c: (self._map(f"{c}.bin", t), self._map(f"{c}.ends.bin", "int64")) for c, t in columns["arrays"].items()}
+        self._arrays = {
+            c: (self._map(f"{c}.bin", t), self._map(f"{c}.ends.bin", "int64"))
+            for c, t in columns["arrays"].items()
+        }
 
     def _map(self, name: str, dtype: str) -> np.ndarray:
         path = self.folder / name
-        return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)  # an empty file cannot be mapped
+        return (
+            np.memmap(path, dtype, mode="r") if path.stat().st_size else np.empty(0, dtype)
+        )  # an empty file cannot be mapped
 
     def __reduce__(self):  # a pickled memmap is a copy of the file; a worker process maps it again instead
         return Table, (self.folder,)
@@ -76,7 +81,9 @@ class Table(Rows):
             raise IndexError(f"row {index} of a table of {len(self)}")
         row: dict[str, Tensor | int] = {}
         for column, (flat, ends) in self._arrays.items():
-            row[column] = torch.from_numpy(flat[ends[index - 1] if index else 0 : ends[index]].astype(np.int64))
+            row[column] = torch.from_numpy(
+                flat[ends[index - 1] if index else 0 : ends[index]].astype(np.int64)
+            )
         for column, values in self._numbers.items():
             row[column] = int(values[index])
         return row
@@ -110,4 +117,6 @@ class Arrays(Rows):
     def __getitem__(self, index: int) -> dict[str, Tensor]:
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
-        return {name: torch.from_numpy(values[index].astype(np.int64)) for name, values in self.columns.items()}
+        return {
+            name: torch.from_numpy(values[index].astype(np.int64)) for name, values in self.columns.items()
+        }

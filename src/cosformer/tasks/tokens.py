@@ -30,7 +30,9 @@ class Encoder:
         self.tokenizer, self.is_bytes = tokenizer, is_bytes
         missing = {"pad_token": tokenizer.pad_token, "mask_token": tokenizer.mask_token}
         missing["eos_token"] = tokenizer.eos_token or tokenizer.sep_token
-        missing = {role: "<" + role.removesuffix("_token") + ">" for role, token in missing.items() if token is None}
+        missing = {
+            role: "<" + role.removesuffix("_token") + ">" for role, token in missing.items() if token is None
+        }
         if missing:
             tokenizer.add_special_tokens(missing)
         first = [tokenizer.bos_token_id, tokenizer.cls_token_id, tokenizer.eos_token_id]
@@ -132,7 +134,9 @@ def _train(texts: Iterable[str], size: int) -> Any:
     return backend
 
 
-def encoder(tokenizer: str, *, texts: Iterable[str] = (), key: dict[str, Any] | None = None, cache: Any = None) -> Encoder:
+def encoder(
+    tokenizer: str, *, texts: Iterable[str] = (), key: dict[str, Any] | None = None, cache: Any = None
+) -> Encoder:
     """The encoder named by `tokenizer`: "bytes", "bpe:SIZE" trained on `texts` (cached under `key`), or a path.
 
     A path is a folder that transformers can read, a tokenizer.json, or a folder with a bare vocabulary: vocab.json and
@@ -167,7 +171,9 @@ def _from_path(path: Path) -> Any:
         if (path / name).is_file()
     }
     if not has:
-        raise DataError(f"tokenizer={str(path)!r} must be 'bytes', 'bpe:SIZE', or a path to a Hugging Face tokenizer")
+        raise DataError(
+            f"tokenizer={str(path)!r} must be 'bytes', 'bpe:SIZE', or a path to a Hugging Face tokenizer"
+        )
     if has <= {"vocab.json"}:
         return GPT2TokenizerFast.from_pretrained(os.fspath(path))
     if has <= {"vocab.txt"}:

@@ -24,7 +24,14 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from torch.utils.data import Dataset, Subset
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, PrinterCallback, Seq2SeqTrainingArguments, TrainerCallback
+from transformers import (
+    AutoConfig,
+    AutoTokenizer,
+    PreTrainedModel,
+    PrinterCallback,
+    Seq2SeqTrainingArguments,
+    TrainerCallback,
+)
 from transformers.utils import logging
 
 from .. import models, tasks
@@ -34,7 +41,13 @@ from .loop import UNWRITABLE, Interrupted, Loop, NotFinite, Stopped, last_checkp
 from .progress import OWN, Bar, Interrupt, Metrics, clock, show, write
 from .settings import DEFAULTS, Run, SettingsError, merge, parse, parser
 
-SPREAD = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "fsdp", "fsdp_config")
+SPREAD = (
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "per_device_eval_batch_size",
+    "fsdp",
+    "fsdp_config",
+)
 
 __all__ = ["Interrupted", "NotFinite", "Run", "SettingsError", "Stopped", "train"]
 
@@ -50,13 +63,17 @@ def train(run: Run, *, resume: bool = False, watch: TrainerCallback | None = Non
     if (out / "run.json").exists() and not resume:
         raise SettingsError(f"{out} already holds a run; go on with --resume, or choose another --out")
     if not (out / "run.json").exists() and any(out.glob("checkpoint-*")):
-        raise SettingsError(f"{out} holds checkpoints of something else (there is no run.json); choose another --out")
+        raise SettingsError(
+            f"{out} holds checkpoints of something else (there is no run.json); choose another --out"
+        )
     if (out / "run.json").exists() and (difference := first_difference(Run.load(out / "run.json"), run)):
         raise SettingsError(f"{out} holds another run: {difference}")
     if (out / "result.json").exists():
         return json.loads((out / "result.json").read_text())
     processes = PartialState(cpu=not torch.cuda.is_available())
-    with processes.main_process_first():  # it prepares the data, the others find it; all have looked at the folder by then
+    with (
+        processes.main_process_first()
+    ):  # it prepares the data, the others find it; all have looked at the folder by then
         task = build_task(run)
     new = processes.is_main_process and not (out / "run.json").exists()
     if new:
@@ -92,7 +109,11 @@ def pretrain(run: Run, task: tasks.Task, *, watch: TrainerCallback | None) -> st
     """Masked pre-training on the task's own inputs; where its model is."""
     out = Path(run.out) / "pretrain"
     first = dataclasses.replace(
-        run, out=str(out), training=run.training | (run.pretrain or {}), pretrain=None, about=f"pre-training of: {run.about}"
+        run,
+        out=str(out),
+        training=run.training | (run.pretrain or {}),
+        pretrain=None,
+        about=f"pre-training of: {run.about}",
     )
     if not (out / "result.json").exists():
         with refused(ValueError, "pretrain"):
@@ -109,7 +130,10 @@ def _train(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallb
         model = new_model(run, task, start=start)
         metrics = Metrics(out / "metrics.jsonl")
         trainer = trainer_of(run, task, model, [interrupt, metrics, watch or Bar()])
-        if getattr(model.config, "pooling", None) == "normed-mean" and trainer.args.train_batch_size * trainer.args.world_size == 1:
+        if (
+            getattr(model.config, "pooling", None) == "normed-mean"
+            and trainer.args.train_batch_size * trainer.args.world_size == 1
+        ):
             raise SettingsError(
                 "model.pooling=normed-mean normalises over a batch; --per_device_train_batch_size must be 2 or more"
             )
@@ -125,13 +149,19 @@ def _train(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallb
         trainer.args.eval_on_start &= last is None  # the start is behind
         try:
             if first:
-                write(out / "resolved.json", json.dumps(resolved(run, task, trainer, last), indent=1, default=str) + "\n")
+                write(
+                    out / "resolved.json",
+                    json.dumps(resolved(run, task, trainer, last), indent=1, default=str) + "\n",
+                )
             trainer.train(resume_from_checkpoint=None if last is None else str(last))
             if interrupt.asked is not None and trainer.state.global_step < trainer.state.max_steps:
                 at = f"interrupted by {interrupt.asked} at step {trainer.state.global_step}"
                 raise Interrupted(f"{at}; {trainer.what_is_left()}")
             trainer.save_model(str(out))
-            found = {split: scores(trainer, task, split, examples=run.test_examples) for split in ("validation", "test")}
+            found = {
+                split: scores(trainer, task, split, examples=run.test_examples)
+                for split in ("validation", "test")
+            }
             result = {
                 "task": task.name,
                 "mixer": run.mixer,
@@ -141,13 +171,19 @@ def _train(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallb
                 "best_step": trainer.state.best_global_step,
                 "steps": trainer.state.global_step,
                 "tokens": trainer.state.num_input_tokens_seen,
-                "seconds": round(metrics.seconds + time.perf_counter() - began, 1),  # and those before it was resumed
+                "seconds": round(
+                    metrics.seconds + time.perf_counter() - began, 1
+                ),  # and those before it was resumed
                 "parameters": models.parameters(model),
             }
             if first:
                 write(out / "result.json", json.dumps(result, indent=1) + "\n")
-            if interrupt.asked is not None:  # during the last evaluation; what comes after this run must not begin
-                raise Interrupted(f"interrupted by {interrupt.asked} after the last step; the run in {out} is complete")
+            if (
+                interrupt.asked is not None
+            ):  # during the last evaluation; what comes after this run must not begin
+                raise Interrupted(
+                    f"interrupted by {interrupt.asked} after the last step; the run in {out} is complete"
+                )
         except UNWRITABLE as error:
             raise Stopped(f"{error}; {trainer.what_is_left()}") from error
     return result
@@ -155,7 +191,10 @@ def _train(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallb
 
 def check_batch(out: Path, trainer: Loop) -> None:
     """A run may go on with another number of processes, but not with other batches."""
-    before, now = json.loads((out / "resolved.json").read_text())["batch"], trainer.get_total_train_batch_size(trainer.args)
+    before, now = (
+        json.loads((out / "resolved.json").read_text())["batch"],
+        trainer.get_total_train_batch_size(trainer.args),
+    )
     if before != now:
         raise SettingsError(
             f"{out} was trained with {before} examples a step, now it would be {now}; per_device_train_batch_size x "
@@ -175,7 +214,8 @@ def resolved(run: Run, task: tasks.Task, trainer: Loop, last: Path | None) -> di
         "batch": trainer.get_total_train_batch_size(trainer.args),
         "device": str(trainer.args.device),
         "resumed_from": None if last is None else last.name,
-        "versions": {"cosformer": version("cosformer"), "python": platform.python_version()} | {p: version(p) for p in packages},
+        "versions": {"cosformer": version("cosformer"), "python": platform.python_version()}
+        | {p: version(p) for p in packages},
         "machine": platform.platform(),
     }
 
@@ -192,13 +232,16 @@ def trainer_of(run: Run, task: tasks.Task, model: PreTrainedModel, callbacks: li
         given.setdefault("save_steps", given["eval_steps"])
     given = {
         "eval_strategy": "steps",
-        "save_strategy": given.get("eval_strategy", "steps") if given.get("eval_strategy") != "no" else "steps",
+        "save_strategy": given.get("eval_strategy", "steps")
+        if given.get("eval_strategy") != "no"
+        else "steps",
         "load_best_model_at_end": "no" not in (given.get("eval_strategy"), given.get("save_strategy")),
         "metric_for_best_model": task.metric,
         "greater_is_better": task.greater_is_better,
         "per_device_eval_batch_size": batch,
         "data_seed": given["seed"],  # or the order of the data would depend on the number of processes
-        "dataloader_drop_last": len(task.train) >= batch * PartialState().num_processes,  # batches of one size, for the same reason
+        "dataloader_drop_last": len(task.train)
+        >= batch * PartialState().num_processes,  # batches of one size, for the same reason
         "ddp_find_unused_parameters": False,
         "disable_tqdm": True,
         "logging_nan_inf_filter": False,  # a NaN is to be seen
@@ -229,7 +272,9 @@ def trainer_of(run: Run, task: tasks.Task, model: PreTrainedModel, callbacks: li
 
 def new_model(run: Run, task: tasks.Task, *, start: str | None) -> PreTrainedModel:
     """The run's model: new, or a saved one with the head this task needs."""
-    with refused((ValueError, TypeError, OSError), f"model {run.mixer!r}" if start is None else f"start {start}"):
+    with refused(
+        (ValueError, TypeError, OSError), f"model {run.mixer!r}" if start is None else f"start {start}"
+    ):
         known = models.CLASSES[task.kind].config_class()
         if unknown := [name for name in run.model_fields if not hasattr(known, name)]:
             raise SettingsError(f"model has no field {unknown[0]!r}; see {type(known).__name__}")
@@ -240,7 +285,11 @@ def new_model(run: Run, task: tasks.Task, *, start: str | None) -> PreTrainedMod
         torch.manual_seed(seed)
         fields: dict[str, Any] = dict(run.model_fields)
         if task.num_labels is not None:
-            fields |= {"num_labels": task.num_labels, "id2label": dict(enumerate(task.labels)), "ignore_mismatched_sizes": True}
+            fields |= {
+                "num_labels": task.num_labels,
+                "id2label": dict(enumerate(task.labels)),
+                "ignore_mismatched_sizes": True,
+            }
             fields["label2id"] = {label: i for i, label in enumerate(task.labels)}
         return models.load(start, task.kind, **fields)
 
@@ -249,17 +298,30 @@ def check_start(start: str, task: tasks.Task) -> None:
     """Refuse a saved model that cannot read this task's input."""
     if not (Path(start) / "config.json").exists():
         raise SettingsError(f"{start} holds no model (config.json)")
-    saved, needed = AutoConfig.from_pretrained(start, local_files_only=True), models.CLASSES[task.kind].config_class
+    saved, needed = (
+        AutoConfig.from_pretrained(start, local_files_only=True),
+        models.CLASSES[task.kind].config_class,
+    )
     if saved.model_type != needed.model_type:
-        raise SettingsError(f"{start} is a {saved.model_type} model; task {task.name!r} needs a {needed.model_type} model")
+        raise SettingsError(
+            f"{start} is a {saved.model_type} model; task {task.name!r} needs a {needed.model_type} model"
+        )
     advice = f"give the tokenizer it was trained with (--tokenizer {start})"
     if saved.vocab_size != task.vocab_size:
-        raise SettingsError(f"{start} has a vocabulary of {saved.vocab_size}, the task one of {task.vocab_size}; {advice}")
+        raise SettingsError(
+            f"{start} has a vocabulary of {saved.vocab_size}, the task one of {task.vocab_size}; {advice}"
+        )
     has_tokens = task.tokenizer is not None and (Path(start) / "tokenizer.json").exists()
-    if has_tokens and AutoTokenizer.from_pretrained(start, local_files_only=True).get_vocab() != task.tokenizer.get_vocab():
+    if (
+        has_tokens
+        and AutoTokenizer.from_pretrained(start, local_files_only=True).get_vocab()
+        != task.tokenizer.get_vocab()
+    ):
         raise SettingsError(f"{start} has another vocabulary than the task, of the same size; {advice}")
     if saved.max_position_embeddings < task.max_length:
-        raise SettingsError(f"{start} has {saved.max_position_embeddings} positions; --length {task.max_length} is more")
+        raise SettingsError(
+            f"{start} has {saved.max_position_embeddings} positions; --length {task.max_length} is more"
+        )
 
 
 def announce(run: Run, task: tasks.Task, model) -> None:
@@ -271,12 +333,16 @@ def announce(run: Run, task: tasks.Task, model) -> None:
         if task.published is not None and share > task.published.extra_parameters:
             more += f": more than the {task.published.extra_parameters:.0%} this benchmark allows"
     sets = ", ".join(f"{len(getattr(task, split)):,} {split}" for split in tasks.SPLITS)
-    print(f"{task.name}, {run.mixer}: {count:,} parameters{more}; {sets} examples of up to {task.max_length:,} tokens", flush=True)
+    print(
+        f"{task.name}, {run.mixer}: {count:,} parameters{more}; {sets} examples of up to {task.max_length:,} tokens",
+        flush=True,
+    )
     if isinstance(task.train, Table) and task.tokenizer is not None:
         full = int((task.train.lengths("input_ids") == task.max_length).sum())
         if full:
             print(
-                f"{full:,} training texts reach {task.max_length:,} tokens, where longer ones are cut; --length sets it", flush=True
+                f"{full:,} training texts reach {task.max_length:,} tokens, where longer ones are cut; --length sets it",
+                flush=True,
             )
 
 
@@ -284,10 +350,19 @@ def scores(trainer: Loop, task: tasks.Task, split: str, *, examples: int | None 
     """The scores of the trainer's model on a split."""
     dataset = part(getattr(task, split), examples)
     found: dict[str, float] = {}
-    for generate in (False, True) if task.kind == "seq2seq" else (False,):  # a writer is scored word by word, and as it writes
-        trainer.args.predict_with_generate, trainer.args.generation_max_length = generate, task.max_target_length
+    for generate in (
+        (False, True) if task.kind == "seq2seq" else (False,)
+    ):  # a writer is scored word by word, and as it writes
+        trainer.args.predict_with_generate, trainer.args.generation_max_length = (
+            generate,
+            task.max_target_length,
+        )
         found |= trainer.evaluate(dataset, metric_key_prefix=split)
-    return {key.removeprefix(f"{split}_"): found[key] for key in found if key.startswith(split) and not key.endswith(OWN)}
+    return {
+        key.removeprefix(f"{split}_"): found[key]
+        for key in found
+        if key.startswith(split) and not key.endswith(OWN)
+    }
 
 
 def part(dataset: Rows, count: int | None) -> Dataset:
@@ -303,15 +378,24 @@ def first_difference(saved: Run, given: Run) -> str | None:
     for run in (a, b):
         run["training"] = {key: value for key, value in run["training"].items() if key not in SPREAD}
     name = next((name for name in a if name != "out" and a[name] != b[name]), None)
-    return name and f"its {name} is {a[name]!r}, not {b[name]!r}; to train it further: --start {given.out} and another --out"
+    return (
+        name
+        and f"its {name} is {a[name]!r}, not {b[name]!r}; to train it further: --start {given.out} and another --out"
+    )
 
 
 def main(argv: list[str]) -> None:
     p = parser("cosformer train", "Train any mixer on a task.", task="?")
     p.add_argument("--start", metavar="DIR", help="a saved model to start from, such as a pre-trained one")
-    p.add_argument("--pretrain-first", action="store_true", help="masked pre-training on the task's own inputs before it")
+    p.add_argument(
+        "--pretrain-first", action="store_true", help="masked pre-training on the task's own inputs before it"
+    )
     p.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
-    p.add_argument("--dry-run", action="store_true", help="check the settings: all shapes, two small steps; data is not needed")
+    p.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check the settings: all shapes, two small steps; data is not needed",
+    )
     command(p, argv)
 
 

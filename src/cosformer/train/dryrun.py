@@ -56,7 +56,9 @@ def dry_run(run: Run, *, real: bool = True) -> None:
                 now = dataclasses.replace(run, training=training, out=folder, pretrain=None)
                 need = check_shapes(now, phase, start)
                 if real and need > psutil.virtual_memory().available / 2:
-                    print(f"{phase.name}: two steps would take {size(need)} of memory; left out on this machine")
+                    print(
+                        f"{phase.name}: two steps would take {size(need)} of memory; left out on this machine"
+                    )
                 elif real:
                     take_steps(now, phase, start)
         except (TypeError, ValueError, RuntimeError) as error:
@@ -71,15 +73,22 @@ def check_shapes(run: Run, task: tasks.Task, start: str | None) -> int:
     with torch.device("meta"):
         model = models.CLASSES[task.kind](config_of(run, task, start))
     count = models.parameters(model)
-    with FakeTensorMode(allow_non_fake_inputs=True):  # plain meta tensors would be asked for values by transformers
+    with FakeTensorMode(
+        allow_non_fake_inputs=True
+    ):  # plain meta tensors would be asked for values by transformers
         kept = activations(model.train(), meta_batch(task, batch))
     tokens = task.max_length * (2 if task.kind == "pair-classification" else 1)
     took = time.perf_counter() - began
-    print(f"{task.name}: {count:,} parameters; every shape of a batch of {batch} x {tokens:,} tokens fits ({took:.1f} s)")
-    print(f"  {batch} x {accumulate} x {tokens:,} = {batch * accumulate * tokens:,} tokens per step and process")
+    print(
+        f"{task.name}: {count:,} parameters; every shape of a batch of {batch} x {tokens:,} tokens fits ({took:.1f} s)"
+    )
+    print(
+        f"  {batch} x {accumulate} x {tokens:,} = {batch * accumulate * tokens:,} tokens per step and process"
+    )
     state, at_most = size(count * BYTES_A_PARAMETER), size(kept)
     print(
-        f"  memory: {state} for weights, gradients and AdamW; up to {at_most} for a batch (float32, no checkpointing)", flush=True
+        f"  memory: {state} for weights, gradients and AdamW; up to {at_most} for a batch (float32, no checkpointing)",
+        flush=True,
     )
     return count * BYTES_A_PARAMETER + kept // batch
 
@@ -88,7 +97,9 @@ def config_of(run: Run, task: tasks.Task, start: str | None) -> Any:
     if start is None:
         return models.config_of(task, mixer=run.mixer, size=run.size, fields=run.model_fields)
     labels = {} if task.num_labels is None else {"num_labels": task.num_labels}
-    return models.CLASSES[task.kind].config_class.from_pretrained(start, local_files_only=True, **labels, **run.model_fields)
+    return models.CLASSES[task.kind].config_class.from_pretrained(
+        start, local_files_only=True, **labels, **run.model_fields
+    )
 
 
 def meta_batch(task: tasks.Task, rows: int) -> dict[str, Tensor]:
@@ -121,7 +132,9 @@ def activations(model: Any, batch: dict[str, Tensor]) -> int:
 def take_steps(run: Run, task: tasks.Task, start: str | None) -> None:
     """Two training steps and an evaluation, for real, of one example at a time."""
     began = time.perf_counter()
-    arguments = {key: value for key, value in run.training.items() if "fsdp" not in key and key != "deepspeed"}
+    arguments = {
+        key: value for key, value in run.training.items() if "fsdp" not in key and key != "deepspeed"
+    }
     if not torch.cuda.is_available():  # many CPUs have half precision only in name
         arguments |= {"bf16": False, "fp16": False}
     small = dataclasses.replace(run, training=arguments | SMALL)
@@ -131,7 +144,8 @@ def take_steps(run: Run, task: tasks.Task, start: str | None) -> None:
     found = scores(trainer, task, "validation", examples=EXAMPLES[1])[task.metric]
     took = time.perf_counter() - began
     print(
-        f"  {len(losses)} real steps of one example: loss {', '.join(losses)}; {task.metric} {found:.4g} ({took:.1f} s)", flush=True
+        f"  {len(losses)} real steps of one example: loss {', '.join(losses)}; {task.metric} {found:.4g} ({took:.1f} s)",
+        flush=True,
     )
 
 
@@ -145,7 +159,9 @@ def task_of(run: Run, folder: Path) -> tuple[tasks.Task, list[str]]:
         notes.append(f"{EXAMPLES[0]} examples are made in the place of {(known | chosen)['examples'][0]:,}")
         chosen["examples"] = EXAMPLES
     elif missing:
-        notes.append(f"data {data} is not there: random {'images stand' if run.task == 'image' else 'text stands'} in")
+        notes.append(
+            f"data {data} is not there: random {'images stand' if run.task == 'image' else 'text stands'} in"
+        )
         write(folder / "data", run)
         chosen["data"] = folder / "data"
     elif data is not None:
@@ -173,12 +189,19 @@ def write(folder: Path, run: Run) -> None:
         return
     length = chosen.get("length") or tasks.settings(run.task)["length"]
     labels = chosen.get("labels") or ["0", "1"]
-    columns = {"text", "text1", "text2", "source", "target"} | {chosen.get(key) for key in ("text", "pair", "source", "target")}
+    columns = {"text", "text1", "text2", "source", "target"} | {
+        chosen.get(key) for key in ("text", "pair", "source", "target")
+    }
     for split, count in zip(tasks.SPLITS, EXAMPLES):
         with (folder / f"{split}.jsonl").open("w") as file:
             for i in range(max(count, len(labels))):
-                row = {column: "".join(rng.choices("abcdefgh ", k=length)) for column in sorted(filter(None, columns))}
-                file.write(json.dumps({**row, chosen.get("label") or "label": labels[i % len(labels)]}) + "\n")
+                row = {
+                    column: "".join(rng.choices("abcdefgh ", k=length))
+                    for column in sorted(filter(None, columns))
+                }
+                file.write(
+                    json.dumps({**row, chosen.get("label") or "label": labels[i % len(labels)]}) + "\n"
+                )
 
 
 def spread(task: tasks.Task, vocabulary: int) -> tasks.Task:
@@ -187,7 +210,9 @@ def spread(task: tasks.Task, vocabulary: int) -> tasks.Task:
     if isinstance(scoring, TokenScores):
         scoring = TokenScores(shift=scoring.shift, byte_lengths=1.0)
     sets: dict[str, Any] = {split: Spread(getattr(task, split), vocabulary) for split in tasks.SPLITS}
-    return dataclasses.replace(task, vocab_size=vocabulary, tokenizer=None, preprocess_logits_for_metrics=scoring, **sets)
+    return dataclasses.replace(
+        task, vocab_size=vocabulary, tokenizer=None, preprocess_logits_for_metrics=scoring, **sets
+    )
 
 
 class Spread(Rows):
@@ -202,7 +227,8 @@ class Spread(Rows):
 
     def __getitem__(self, index: int) -> dict[str, Any]:
         return {
-            key: self.wide(value) if key.endswith(("input_ids", "labels")) else value for key, value in self.inner[index].items()
+            key: self.wide(value) if key.endswith(("input_ids", "labels")) else value
+            for key, value in self.inner[index].items()
         }
 
     def wide(self, ids: Any) -> Any:

@@ -19,7 +19,10 @@ from .progress import anybody
 from .sharded import Sharded
 
 COMPLETE = "complete"
-UNWRITABLE = (OSError, SafetensorError)  # what a full disk raises; torch.save's RuntimeError is met where it is called
+UNWRITABLE = (
+    OSError,
+    SafetensorError,
+)  # what a full disk raises; torch.save's RuntimeError is met where it is called
 
 
 class Stopped(RuntimeError):
@@ -50,7 +53,9 @@ class Loop(Sharded):
         if not isinstance(sampler, LengthGroupedSampler):
             return sampler
         seed = self.args.seed if self.args.data_seed is None else self.args.data_seed
-        self.by_length = ByLength(self.get_total_train_batch_size(self.args), lengths=sampler.lengths, seed=seed)
+        self.by_length = ByLength(
+            self.get_total_train_batch_size(self.args), lengths=sampler.lengths, seed=seed
+        )
         return self.by_length
 
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any):
@@ -77,9 +82,13 @@ class Loop(Sharded):
         return found
 
     def _run_epoch(self, model: Any, epoch: int, *args: Any, **kwargs: Any) -> None:
-        if self.by_length is not None:  # accelerate does not reach it through the samplers of a resumed, distributed run
+        if (
+            self.by_length is not None
+        ):  # accelerate does not reach it through the samplers of a resumed, distributed run
             self.by_length.set_epoch(epoch)
-        if self.state.global_step < self.state.max_steps:  # resumed from its last step, transformers would add another
+        if (
+            self.state.global_step < self.state.max_steps
+        ):  # resumed from its last step, transformers would add another
             super()._run_epoch(model, epoch, *args, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any):
@@ -95,13 +104,17 @@ class Loop(Sharded):
             watched["gradient's norm"] = norm
         for what, value in watched.items():
             if not math.isfinite(value):
-                raise NotFinite(f"the {what} is {float(value)} at step {self.state.global_step + 1}; {self.another_way()}")
+                raise NotFinite(
+                    f"the {what} is {float(value)} at step {self.state.global_step + 1}; {self.another_way()}"
+                )
         return norm
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         weights = (p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters())
         if anybody(not all(bool(p.detach().isfinite().all()) for p in weights)):
-            raise NotFinite(f"the weights are not finite after step {self.state.global_step}; {self.another_way()}")
+            raise NotFinite(
+                f"the weights are not finite after step {self.state.global_step}; {self.another_way()}"
+            )
         super().save_model(output_dir, _internal_call)
 
     def another_way(self) -> str:
@@ -131,10 +144,14 @@ class Loop(Sharded):
         except (*UNWRITABLE, RuntimeError) as error:
             if self.args.should_save:
                 shutil.rmtree(folder, ignore_errors=True)
-            raise Stopped(f"checkpoint {folder} could not be written ({error}); {self.what_is_left()}") from error
+            raise Stopped(
+                f"checkpoint {folder} could not be written ({error}); {self.what_is_left()}"
+            ) from error
         if self.args.should_save and self.keep is not None:
             best = self.state.best_model_checkpoint
-            rotate_checkpoints(output_dir=self.args.output_dir, save_total_limit=self.keep, best_model_checkpoint=best)
+            rotate_checkpoints(
+                output_dir=self.args.output_dir, save_total_limit=self.keep, best_model_checkpoint=best
+            )
 
 
 class ByLength(LengthGroupedSampler):

@@ -28,7 +28,9 @@ class Metrics(TrainerCallback):
         self.training = state.is_world_process_zero
         if not self.training:
             return
-        kept = [row for row in read(self.path) if row["step"] <= state.global_step] if state.global_step else []
+        kept = (
+            [row for row in read(self.path) if row["step"] <= state.global_step] if state.global_step else []
+        )
         write(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self.seconds = kept[-1]["seconds"] if kept else 0.0
         self.begun, self.last = time.perf_counter(), (self.seconds, state.num_input_tokens_seen)
@@ -44,12 +46,19 @@ class Metrics(TrainerCallback):
         if "loss" in logs:
             row["tokens_per_second"] = round((tokens - self.last[1]) / max(seconds - self.last[0], 1e-9), 1)
         self.last = (seconds, tokens)
-        row |= {k: v for k, v in logs.items() if k not in ("epoch", "num_input_tokens_seen") and not k.endswith(OWN)}
+        row |= {
+            k: v
+            for k, v in logs.items()
+            if k not in ("epoch", "num_input_tokens_seen") and not k.endswith(OWN)
+        }
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
     def on_save(self, args, state, control, **kwargs):
-        self.last = (self.seconds + time.perf_counter() - self.begun, self.last[1])  # the speed is that of training
+        self.last = (
+            self.seconds + time.perf_counter() - self.begun,
+            self.last[1],
+        )  # the speed is that of training
 
     def on_train_end(self, args, state, control, **kwargs):
         self.training = False
@@ -100,13 +109,19 @@ class Bar(TrainerCallback):
         speed = (now[2] - self.last[2]) / max(now[0] - self.last[0], 1e-9)
         self.last = now
         if "eval_loss" in logs:
-            found = {key.removeprefix("eval_"): value for key, value in logs.items() if key.startswith("eval_")}
+            found = {
+                key.removeprefix("eval_"): value for key, value in logs.items() if key.startswith("eval_")
+            }
             self.say(f"step {state.global_step:,}: {show(found)}")
         elif "loss" in logs and self.bar is not None:
             self.bar.set_postfix_str(f"loss {logs['loss']:.4f}, {speed:,.0f} tokens/s")
         elif "loss" in logs and now[0] - self.said > self.every:
             self.said = now[0]
-            left = (now[0] - self.begun[0]) / max(1, now[1] - self.begun[1]) * (state.max_steps - state.global_step)
+            left = (
+                (now[0] - self.begun[0])
+                / max(1, now[1] - self.begun[1])
+                * (state.max_steps - state.global_step)
+            )
             where = f"step {state.global_step:,} of {state.max_steps:,}"
             self.say(f"{where}: loss {logs['loss']:.4f}, {speed:,.0f} tokens/s, {clock(left)} left")
 
@@ -126,7 +141,9 @@ OWN = ("runtime", "per_second", "model_preparation_time")  # what the Trainer ad
 
 def show(scores: dict[str, float]) -> str:
     """Scores in one line, without what only counts or times."""
-    return ", ".join(f"{key} {value:.4g}" for key, value in scores.items() if key != "tokens" and not key.endswith(OWN))
+    return ", ".join(
+        f"{key} {value:.4g}" for key, value in scores.items() if key != "tokens" and not key.endswith(OWN)
+    )
 
 
 def clock(seconds: float) -> str:
@@ -146,7 +163,9 @@ class Interrupt(TrainerCallback):
         self.trained = False
 
     def __enter__(self):
-        self.before = {number: signal.signal(number, self.ask) for number in self.signals} if on_main_thread() else {}
+        self.before = (
+            {number: signal.signal(number, self.ask) for number in self.signals} if on_main_thread() else {}
+        )
         return self
 
     def __exit__(self, *_):
@@ -158,7 +177,11 @@ class Interrupt(TrainerCallback):
         if self.trained or (self.asked is not None and number == signal.SIGINT and not under_torchrun):
             raise KeyboardInterrupt
         if self.asked is None and os.environ.get("RANK", "0") == "0":
-            print("\nstopping after this step, with a checkpoint; once more to stop at once", file=sys.stderr, flush=True)
+            print(
+                "\nstopping after this step, with a checkpoint; once more to stop at once",
+                file=sys.stderr,
+                flush=True,
+            )
         self.asked = signal.Signals(number).name
 
     def on_step_end(self, args, state, control, **kwargs):

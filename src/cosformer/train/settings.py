@@ -44,7 +44,9 @@ class Run:
     mixer: str = "cosformer"
     size: str = "tiny"
     start: str | None = None  # a saved model to start from
-    eval_examples: int | None = None  # validate on this many examples while training; the final scores take all
+    eval_examples: int | None = (
+        None  # validate on this many examples while training; the final scores take all
+    )
     test_examples: int | None = None  # and the final scores on this many
     about: str = ""
     task_settings: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -66,17 +68,23 @@ class Run:
             raise SettingsError(f"size is {self.size!r}; one of {', '.join(models.SIZES)}, published")
         known = tasks.settings(self.task)
         if unknown := [key for key in self.task_settings if key not in known]:
-            raise SettingsError(f"task {self.task!r} has no setting {unknown[0]!r}; it takes {', '.join(known)}")
+            raise SettingsError(
+                f"task {self.task!r} has no setting {unknown[0]!r}; it takes {', '.join(known)}"
+            )
         types = training_types()
         for table in (self.training, self.pretrain or {}):
             if unknown := [key for key in table if key not in types]:
-                raise SettingsError(f"{unknown[0]!r} is no argument of transformers' Seq2SeqTrainingArguments")
+                raise SettingsError(
+                    f"{unknown[0]!r} is no argument of transformers' Seq2SeqTrainingArguments"
+                )
             for key, value in table.items():
                 check_type(key, value, types[key])
             if "output_dir" in table:
                 raise SettingsError("output_dir is the run's --out; leave it out")
             if table.get("max_steps", 1) < 1 and "num_train_epochs" not in table:
-                raise SettingsError(f"max_steps is {table['max_steps']}; it must be at least 1, or give num_train_epochs instead")
+                raise SettingsError(
+                    f"max_steps is {table['max_steps']}; it must be at least 1, or give num_train_epochs instead"
+                )
         for name in ("eval_examples", "test_examples"):
             value = getattr(self, name)
             check_type(name, value, int | None)
@@ -104,7 +112,9 @@ def training_types() -> dict[str, Any]:
 
     hints = typing.get_type_hints(Seq2SeqTrainingArguments)  # not field.type, which HfArgumentParser rewrites
     hints["fsdp"] = bool | str | None  # said to be a string, and taken as a bool
-    return {field.name: hints[field.name] for field in dataclasses.fields(Seq2SeqTrainingArguments) if field.init}
+    return {
+        field.name: hints[field.name] for field in dataclasses.fields(Seq2SeqTrainingArguments) if field.init
+    }
 
 
 def check_type(name: str, value: Any, kind: Any) -> None:
@@ -158,15 +168,23 @@ def parser(prog: str, description: str, *, task: str | None) -> argparse.Argumen
         p.add_argument("task", nargs=task, help=f"one of {', '.join(tasks.names())}")
     p.add_argument("--recipe", type=Path, help="a TOML file with the same settings; the command line wins")
     p.add_argument("--mixer", help=f"one of {', '.join(models.names())}; softmax+rope (default: cosformer)")
-    p.add_argument("--size", help=f"{', '.join(f'{name} ({size})' for name, size in models.SIZES.items())}, published")
-    p.add_argument("--data", help="a text file, CSV, TSV or JSONL file, or a folder of them (default: what the task makes itself)")
+    p.add_argument(
+        "--size", help=f"{', '.join(f'{name} ({size})' for name, size in models.SIZES.items())}, published"
+    )
+    p.add_argument(
+        "--data",
+        help="a text file, CSV, TSV or JSONL file, or a folder of them (default: what the task makes itself)",
+    )
     p.add_argument("--length", type=int, help="tokens a sequence has at most")
     p.add_argument("--tokenizer", help='"bytes" (default), "bpe:8000" (trained on the data) or a path')
     p.add_argument("--out", help="the run's folder (default: runs/TASK-MIXER)")
     p.add_argument("--eval-examples", type=int, help="validate on this many examples while training")
     p.add_argument("--test-examples", type=int, help="take the final scores on this many examples")
     p.add_argument(
-        "--set", action="append", metavar="KEY=VALUE", help="task.KEY, model.KEY, train.KEY or pretrain.KEY, as in a recipe"
+        "--set",
+        action="append",
+        metavar="KEY=VALUE",
+        help="task.KEY, model.KEY, train.KEY or pretrain.KEY, as in a recipe",
     )
     return p
 
@@ -176,7 +194,11 @@ def parse(p: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespa
     from transformers import HfArgumentParser, Seq2SeqTrainingArguments
 
     theirs = HfArgumentParser(
-        Seq2SeqTrainingArguments, argument_default=argparse.SUPPRESS, allow_abbrev=False, add_help=False, exit_on_error=False
+        Seq2SeqTrainingArguments,
+        argument_default=argparse.SUPPRESS,
+        allow_abbrev=False,
+        add_help=False,
+        exit_on_error=False,
     )
     for action in theirs._actions:
         action.default, action.required = argparse.SUPPRESS, False
@@ -203,7 +225,9 @@ def merge(given: argparse.Namespace, training: dict[str, Any], *, task: str | No
         place, equals, value = assignment.partition("=")
         table, dot, key = place.partition(".")
         if not (equals and dot and key and table in TABLES):
-            raise SettingsError(f"--set {assignment}: it takes {' or '.join(f'{name}.KEY=VALUE' for name in TABLES)}")
+            raise SettingsError(
+                f"--set {assignment}: it takes {' or '.join(f'{name}.KEY=VALUE' for name in TABLES)}"
+            )
         if found.get(TABLES[table]) is None:
             found[TABLES[table]] = {}
         found[TABLES[table]][key] = _value(value)

@@ -23,7 +23,9 @@ class Sharded(Seq2SeqTrainer):
             # accelerate leaves out the plugin where there is no accelerator, and would replicate without a word
             for shared in (AcceleratorState._shared_state, PartialState._shared_state):
                 shared["distributed_type"] = DistributedType.FSDP
-            AcceleratorState._shared_state["fsdp_plugin"] = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            AcceleratorState._shared_state["fsdp_plugin"] = FullyShardedDataParallelPlugin(
+                **self.args.fsdp_plugin_args
+            )
             self.is_fsdp_enabled = True
 
     def _prepare_for_training(self, *args: Any):
@@ -44,10 +46,14 @@ class Sharded(Seq2SeqTrainer):
         if not self.is_fsdp_enabled:
             super().save_model(output_dir, _internal_call)
             return
-        weights = dcp.get_model_state_dict(self.model, options=WHOLE)  # every process takes part; the first gets them
+        weights = dcp.get_model_state_dict(
+            self.model, options=WHOLE
+        )  # every process takes part; the first gets them
         if self.args.should_save:
             tied = self.model.all_tied_weights_keys  # saved once, as one process does
-            self._save(output_dir, state_dict={name: tensor for name, tensor in weights.items() if name not in tied})
+            self._save(
+                output_dir, state_dict={name: tensor for name, tensor in weights.items() if name not in tied}
+            )
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.is_fsdp_enabled:
@@ -55,7 +61,10 @@ class Sharded(Seq2SeqTrainer):
             return
         named: dict[str, Any] = dcp.get_optimizer_state_dict(self.model, self.optimizer, options=WHOLE)
         if self.args.should_save:
-            number = {name: i for i, name in enumerate(name for group in named["param_groups"] for name in group["params"])}
+            number = {
+                name: i
+                for i, name in enumerate(name for group in named["param_groups"] for name in group["params"])
+            }
             torch.save(renamed(named, number), Path(output_dir) / OPTIMIZER)
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
@@ -79,9 +88,13 @@ class Sharded(Seq2SeqTrainer):
             return
         numbered = torch.load(Path(checkpoint) / OPTIMIZER, map_location="cpu", weights_only=True)
         name = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        names = [name[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]]
+        names = [
+            name[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]
+        ]
         options = dcp.StateDictOptions(full_state_dict=True)
-        dcp.set_optimizer_state_dict(self.model, self.optimizer, renamed(numbered, dict(enumerate(names))), options=options)
+        dcp.set_optimizer_state_dict(
+            self.model, self.optimizer, renamed(numbered, dict(enumerate(names))), options=options
+        )
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
 
 
