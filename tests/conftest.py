@@ -1,6 +1,5 @@
 """What every test shares: fresh memory is poisoned with NaN, seeds are fixed, the backends to run on are named once."""
 
-import importlib
 import itertools
 
 import pytest
@@ -8,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch.utils._device import _device_constructors
 
-from cosformer.ops.operator import BACKENDS
+from cosformer.ops.operator import BACKENDS, backend, backend_problem
 
 settings.register_profile(
     "cosformer", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
@@ -19,17 +18,13 @@ _device_constructors()  # remembered from here on: `with torch.device(...)` must
 torch.set_num_threads(1)  # small tensors; tests run side by side, and those about threads set their own
 
 
-def unavailable(backend: str) -> str | None:
-    x = torch.zeros(1, 1, 1, 1)
-    return importlib.import_module(f"cosformer.ops._{backend}").unsupported(x, x, x)
+RUNNING = [name for name in BACKENDS if backend_problem(name) is None]
+BACKEND_DTYPES = [(name, dtype) for name in RUNNING for dtype in backend(name).dtypes]
 
 
-RUNNING = [name for name in BACKENDS if unavailable(name) is None]
-DTYPES = {
-    "torch": ["float64", "float32", "bfloat16", "float16"],
-    "native": ["float32", "bfloat16", "float16"],
-}
-BACKEND_DTYPES = [(b, d) for b in RUNNING for d in DTYPES[b]]
+def widest(name: str) -> torch.dtype:
+    """The most exact dtype a backend runs."""
+    return max(backend(name).dtypes, key=lambda dtype: dtype.itemsize)
 
 
 def pytest_generate_tests(metafunc):
@@ -38,18 +33,16 @@ def pytest_generate_tests(metafunc):
     if "backend" in names and "dtype" in names:
         metafunc.parametrize(
             ("backend", "dtype"),
-            [(b, getattr(torch, d)) for b, d in BACKEND_DTYPES],
-            ids=map("-".join, BACKEND_DTYPES),
+            BACKEND_DTYPES,
+            ids=[f"{name}-{dtype}".replace("torch.", "") for name, dtype in BACKEND_DTYPES],
         )
     elif "backend" in names:
         metafunc.parametrize("backend", RUNNING)
 
 
 def pytest_report_header(config):
-    missing = [f"{b} ({unavailable(b)})" for b in BACKENDS if b not in RUNNING]
-    return f"cosformer backends: {', '.join(RUNNING)}" + (
-        f"; not tested: {', '.join(missing)}" if missing else ""
-    )
+    missing = [f"; not tested: {name} ({backend_problem(name)})" for name in BACKENDS if name not in RUNNING]
+    return f"cosformer backends: {', '.join(RUNNING)}{''.join(missing)}"
 
 
 @pytest.fixture(autouse=True)

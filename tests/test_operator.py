@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from conftest import widest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judge import assert_close, compare, judge, value_and_grads
@@ -71,7 +72,7 @@ def test_definition(backend, dtype, L, S, q_offset, causal, masked, decay):
 
 @pytest.mark.parametrize("horizon", [400.0, 200.0, math.inf, [200, 250.5, math.inf, 1e9]])
 def test_horizons(backend, horizon):
-    dtype = torch.float64 if backend == "torch" else torch.float32
+    dtype = widest(backend)
     for causal in (False, True):
         judge(on(backend), *inputs(L=200, S=200, dtype=dtype), causal=causal, horizon=horizon)
 

@@ -50,14 +50,20 @@ def cosformer_attention(
                 "horizon=None has no meaning for packed sequences (cu_seqlens); pass a number for all of them"
             )
         horizon = _longest(q, k)
-    options: dict[str, Any] = {
-        "causal": causal,
-        "key_mask": key_mask,
-        "cu_seqlens": cu_seqlens,
-        "q_offset": q_offset,
-        "decay": decay,
-    }
-    return linear_attention(q, k, v, horizon=horizon, relu=True, eps=eps, backend=backend, **options)
+    return linear_attention(
+        q,
+        k,
+        v,
+        horizon=horizon,
+        relu=True,
+        causal=causal,
+        key_mask=key_mask,
+        cu_seqlens=cu_seqlens,
+        q_offset=q_offset,
+        decay=decay,
+        eps=eps,
+        backend=backend,
+    )
 
 
 def cosformer_stream(
@@ -82,7 +88,7 @@ def cosformer_stream(
         raise ValueError(
             "horizon=None has no meaning for a stream, whose length is not known; pass a number, or math.inf"
         )
-    options: dict[str, Any] = {"key_mask": key_mask, "decay": decay, "eps": eps, "backend": backend}
+    options = {"key_mask": key_mask, "decay": decay, "eps": eps, "backend": backend}
     return linear_stream(q, k, v, state, horizon=horizon, relu=True, **options)
 
 
