@@ -58,7 +58,7 @@ class Decay(nn.Module):
             )
         if learn and min(self._numbers or [0.0]) == 0:
             raise ValueError(f"decay must be above 0 if it is learned, since its logarithm is; got {spec}")
-        values = None if self._numbers is None else self._values(device)
+        values = None if self._numbers is None else self.start(device)
         self.register_buffer("constant", None if learn else values, persistent=False)
         self.log_rates = nn.Parameter(values.log()) if learn and values is not None else None
         self.gate = nn.Linear(width, heads, device=device, dtype=dtype) if self.gated else None
@@ -68,7 +68,7 @@ class Decay(nn.Module):
         """The start: constants as given, a gate that changes nothing."""
         with torch.no_grad():
             if self.constant is not None:
-                self.constant.copy_(self._values(self.constant.device))
+                self.constant.copy_(self.start(self.constant.device))
             if self.gate is not None:
                 self.gate.weight.zero_()
                 self.gate.bias.zero_()
@@ -95,13 +95,14 @@ class Decay(nn.Module):
     def extra_repr(self) -> str:
         return repr(self.spec)
 
-    def _values(self, device: torch.device | str | None) -> Tensor:
+    def start(self, device: torch.device | str | None = None) -> Tensor:
+        """The constants (H,) as they were given."""
         return torch.tensor(self._numbers, dtype=torch.float32, device=device)
 
     def _apply(self, fn, recurse: bool = True):
         super()._apply(fn, recurse)
         if self.constant is not None and self.constant.dtype != torch.float32:  # a cast would round the rates
-            self.constant = self._values(self.constant.device)
+            self.constant = self.start(self.constant.device)
         return self
 
 

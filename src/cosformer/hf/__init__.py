@@ -15,7 +15,8 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from . import interface, mixers
+from . import interface
+from .attach import attach, enter_mixers
 from .cache import CosformerCache
 from .configuration import CosformerConfig, CosformerEncoderConfig, CosformerSeq2SeqConfig
 from .decoder import CosformerForCausalLM, CosformerModel
@@ -26,7 +27,6 @@ from .encoder import (
     CosformerForSequenceClassification,
     CosformerForTokenClassification,
 )
-from .mixers import attach
 from .seq2seq import CosformerForConditionalGeneration, CosformerSeq2SeqModel
 
 __all__ = [
@@ -60,8 +60,8 @@ MODELS: dict[Any, list[tuple[Any, Any]]] = {  # config: (Auto class, model) pair
     ],
 }
 
-interface.register()
-mixers.register()
+interface.enter()
+enter_mixers()
 for config, models in MODELS.items():
     AutoConfig.register(config.model_type, config, exist_ok=True)
     for auto, model in models:

@@ -23,7 +23,18 @@ from .contract import Admission, Mixer, Sizes
 HYBRID = "cosformer-hybrid"
 INTERVAL = 4  # of a hybrid: one softmax layer in so many
 
-__all__ = ["Admission", "Mixer", "Sizes", "build", "layers", "names", "options", "register", "weights"]
+__all__ = [
+    "Admission",
+    "Mixer",
+    "Sizes",
+    "build",
+    "layer_type",
+    "layers",
+    "names",
+    "options",
+    "register",
+    "weights",
+]
 
 
 @dataclass(frozen=True)
@@ -123,6 +134,11 @@ def weights(
     B, Hk, S, _ = k.shape
     one_hot = torch.eye(S, dtype=k.dtype, device=k.device).expand(B, Hk, S, S)
     return mixer(q, k, one_hot, x=x, causal=causal, key_mask=key_mask)
+
+
+def layer_type(name: str) -> str:
+    """transformers' word for a layer with this mixer: linear_attention, full_attention or sliding_attention."""
+    return _lookup(name)[0].mixer.layer_type
 
 
 def _lookup(name: str) -> tuple[Entry, str]:

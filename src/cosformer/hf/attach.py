@@ -52,7 +52,8 @@ def attention(
     return out.transpose(1, 2), None
 
 
-def register() -> None:
+def enter_mixers() -> None:
+    """Make every mixer known to transformers."""
     for name in mixers.names():
         AttentionInterface.register(f"cosformer:{name}", attention)
         AttentionMaskInterface.register(f"cosformer:{name}", mask)
