@@ -161,8 +161,10 @@ class Interior(nn.Module):
             q, k, v = _masked(q, k, v, key_mask)
             parts = zip(self.conv.values(), (q, k, v), before)
             q, k, v = (conv(t, b, cu_seqlens) for conv, t, b in parts)
-        q, k, v = (t.unflatten(-1, (-1, self.mixer.head_dim)).transpose(1, 2) for t in (q, k, v))
-        return q if self.q_norm is None else self.q_norm(q), k if self.k_norm is None else self.k_norm(k), v
+        q, k, v = (t.unflatten(-1, (-1, self.mixer.head_dim)) for t in (q, k, v))
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def gated(self, out: Tensor, x: Tensor) -> Tensor:
         """(B, H, L, E) -> (B, L, H E), through the output gate."""

@@ -20,6 +20,7 @@ MAX_DIM = 256  # of keys and of values
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CALL = struct.Struct("=13qd6q5q24qq12q")  # struct cosformer_call
 _GRADS = struct.Struct("=36q2q")  # struct cosformer_grads
+_CONVOLUTION = struct.Struct("=8q12q2q")  # struct cosformer_convolution_call
 _ABSENT = (0,) * 6  # a tensor that is not there
 
 _log = logging.getLogger("cosformer")
@@ -47,7 +48,7 @@ class _Kernel:
         self.isa = isa
         library = ctypes.CDLL(str(_path(isa)))
         library.cosformer_abi.restype = ctypes.c_int64
-        if library.cosformer_abi() != _CALL.size * 1000 + _GRADS.size:
+        if library.cosformer_abi() != (_CALL.size * 1000 + _GRADS.size) * 1000 + _CONVOLUTION.size:
             raise RuntimeError(
                 f"{_path(isa)} was built from other sources than this module; install the package again"
             )
@@ -56,7 +57,8 @@ class _Kernel:
             library.cosformer_forward,
             library.cosformer_backward,
         )
-        self.supports.argtypes = self.forward.argtypes = [ctypes.c_char_p]
+        self.convolution = library.cosformer_convolution
+        self.supports.argtypes = self.forward.argtypes = self.convolution.argtypes = [ctypes.c_char_p]
         self.backward.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
 
 
@@ -341,3 +343,35 @@ def backward(
     if ddecay is not None:
         ddecay = (ddecay if decay.dim() == 3 else ddecay.sum((0, 2))).to(decay.dtype)
     return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), ddecay, dstate_in
+
+
+# The short convolution of a layer (ops/convolution.py)
+
+
+def convolves(x: torch.Tensor) -> bool:
+    """Whether the kernel takes this tensor (B, L, C)."""
+    return x.is_cpu and x.dtype in _DTYPES and not x.is_neg() and not isinstance(_loaded(), str)
+
+
+def convolve(x, taps, ahead, boundaries) -> torch.Tensor:
+    """x (B, L, C) with taps (width, C), in float32, -> (B, L, C)."""
+    y = torch.empty(x.shape, dtype=x.dtype)
+    _check(_kernel().convolution(_convolution(x, y, len(taps), ahead, boundaries, taps, None)))
+    return y
+
+
+def convolution_weight_gradient(x, dy, width, ahead, boundaries) -> torch.Tensor:
+    """The gradient (width, C) of the taps, in float32."""
+    parts = torch.zeros((torch.get_num_threads(), width, x.shape[2]), dtype=torch.float32)
+    _check(_kernel().convolution(_convolution(x, dy, width, ahead, boundaries, None, parts)))
+    return parts.sum(0)
+
+
+def _convolution(x, y, width, ahead, boundaries, taps, parts) -> bytes:
+    (B, L, C), threads = x.shape, torch.get_num_threads()
+    sequences = (0, 0) if boundaries is None else (len(boundaries) - 1, boundaries.data_ptr())
+    tensors = [
+        (t.data_ptr(), _DTYPES[t.dtype], t.stride(0), 0, t.stride(1), t.stride(2)) for t in (x, y)
+    ]
+    pointers = (0 if t is None else t.data_ptr() for t in (taps, parts))
+    return _CONVOLUTION.pack(B, L, C, width, ahead, threads, *sequences, *tensors[0], *tensors[1], *pointers)
