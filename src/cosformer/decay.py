@@ -15,9 +15,7 @@ from torch import Tensor, nn
 
 from .ops.checks import Rates, rate_list, shown
 
-LARGEST_EXPONENT = (
-    20.0  # a rate of e^20 / 4 forgets everything; an infinite one would make the running sum NaN
-)
+LARGEST_EXPONENT = 20.0  # e^20 / 4 forgets everything; an infinite rate would make the running sum NaN
 
 DecaySpec = Rates | str | None
 
@@ -79,7 +77,7 @@ class Decay(nn.Module):
         key_mask (B, L), True = keep: what is masked may hold anything, even NaN, and forgets nothing.
         """
         if self.gate is None:
-            return self.constant if self.log_rates is None else self.log_rates.float().exp()
+            return self.constant if self.log_rates is None else _precise(self.log_rates).exp()
         if x is None:
             raise ValueError(
                 'decay="gated" reads its rates from the layer\'s input; pass x (batch, length, width)'
@@ -88,7 +86,7 @@ class Decay(nn.Module):
             raise ValueError(
                 f"x must be (batch, length, {self.gate.in_features}), the layer's input; got {shown(x)}"
             )
-        scale = self.gate(x).float().clamp_max(LARGEST_EXPONENT).exp()  # (B, L, H)
+        scale = _precise(self.gate(x)).clamp_max(LARGEST_EXPONENT).exp()  # (B, L, H)
         rates = (scale * self.constant).transpose(1, 2)
         return rates if key_mask is None else rates.masked_fill(~key_mask[:, None], 0.0)
 
@@ -101,9 +99,14 @@ class Decay(nn.Module):
 
     def _apply(self, fn, recurse: bool = True):
         super()._apply(fn, recurse)
-        if self.constant is not None and self.constant.dtype != torch.float32:  # a cast would round the rates
+        if self.constant is not None:  # a cast would round the rates, to_empty would lose them
             self.constant = self.start(self.constant.device)
         return self
+
+
+def _precise(x: Tensor) -> Tensor:
+    """In float32, or float64 if it is already."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def _numbers(spec: DecaySpec, heads: int, span: float) -> list[float] | None:

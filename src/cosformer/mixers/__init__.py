@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .contract import Admission, Mixer, Sizes
+from .positions import companion
 
 HYBRID = "cosformer-hybrid"
 INTERVAL = 4  # of a hybrid: one softmax layer in so many
@@ -92,9 +93,9 @@ def build(
     mixer = entry.mixer(sizes, **entry.chosen | chosen)
     mixer.name = name
     if positions:
-        companion = importlib.import_module(".positions", __name__).companion(positions)
-        mixer._admit(companion.kind, f"positions, asked for by +{positions}")
-        mixer.positions = companion(heads, head_dim, max_length)
+        added = companion(positions)
+        mixer._admit(added.kind, f"positions, asked for by +{positions}")
+        mixer.positions = added(heads, head_dim, max_length)
         mixer.learned_positions = False
     return mixer
 
@@ -112,7 +113,7 @@ def layers(spec: str, count: int) -> list[str]:
         name, star, times = (word.strip() for word in part.partition("*"))
         if star and not (times.isdecimal() and int(times) > 0):
             raise ValueError(f"mixer {spec!r}: after * stands how many layers; got {times!r}")
-        _lookup(name)
+        _lookup(name, spec)
         pattern += [name] * (int(times) if star else 1)
     if count % len(pattern):
         raise ValueError(
@@ -141,11 +142,15 @@ def layer_type(name: str) -> str:
     return _lookup(name)[0].mixer.layer_type
 
 
-def _lookup(name: str) -> tuple[Entry, str]:
-    """The entry of a name, and the positions it asks for after a +."""
-    base, _, positions = name.partition("+")
+def _lookup(name: str, spec: str = "") -> tuple[Entry, str]:
+    """The entry of a name, which may be one of a `spec`, and the positions it asks for after a +."""
+    base, plus, positions = name.partition("+")
     if base not in _known:
-        raise ValueError(f"unknown mixer {name!r}; one of {', '.join(names())}, some with +rope; or {HYBRID}")
+        within = f"mixer {spec!r}: " if spec not in ("", name) else ""
+        known = f"one of {', '.join(names())}, some with +rope; or {HYBRID}"
+        raise ValueError(f"{within}unknown mixer {name!r}; {known}")
+    if plus:
+        companion(positions)  # refuses what it does not know
     return _known[base], positions
 
 

@@ -10,6 +10,7 @@ x (B, L, C) is the layer's input, which q was projected from; only mixers with `
 
 import math
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -91,6 +92,10 @@ class Mixer(nn.Module):
         self._check(q, k, v, x, key_mask)
         self.refuse(causal=causal, cross=q.shape[2] != k.shape[2])
         if cu_seqlens is not None:
+            if key_mask is not None:
+                raise ValueError(
+                    "key_mask with cu_seqlens: packed sequences have no padding; pass one of them"
+                )
             return self.mix_packed(q, k, v, cu_seqlens, x=x, causal=causal)
         q, k, v = self._prepare(q, k, v, key_mask, offset=0)
         return self.mix(q, k, v, x=x, causal=causal, key_mask=key_mask)
@@ -120,16 +125,13 @@ class Mixer(nn.Module):
 
     def absorb(self, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None) -> Any:
         """All keys and values of a source, for `read`: as they are, unless the mechanism has a smaller form of them."""
-        self._admit("cross", "attention to another sequence")
+        self.refuse(cross=True)
         return extend(None, k, v, key_mask)
 
     def read(self, q: Tensor, memory: Any, *, offset: int = 0) -> Tensor:
         """What queries at positions offset, offset + 1, ... read from a source: cross attention over what was absorbed."""
-        assert isinstance(memory, Keys)
-        k, v, key_mask = memory.k, memory.v, memory.key_mask
-        self._check(q, k, v, None, key_mask)
-        q, k, v = self._prepare(q, k, v, key_mask, offset=offset, source=True)
-        return self.mix(q, k, v, x=None, causal=False, key_mask=key_mask)
+        q, k, v = self._source(q, memory, offset)
+        return self.mix(q, k, v, x=None, causal=False, key_mask=memory.key_mask)
 
     def state_size(self) -> int | None:
         """The numbers a decoder keeps for a batch row after `max_length` tokens (E = D); None without a stream."""
@@ -149,8 +151,12 @@ class Mixer(nn.Module):
 
     def mix_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, x, causal: bool) -> Tensor:
         """Packed sequences, one after the other; a mechanism that takes them at once says so here."""
-        parts = []
-        for a, b in zip(cu_seqlens[:-1].tolist(), cu_seqlens[1:].tolist()):
+        ends, parts = cu_seqlens.tolist(), []
+        if len(q) != 1 or ends[0] != 0 or ends[-1] != q.shape[2] or ends != sorted(ends):
+            raise ValueError(
+                f"cu_seqlens must rise from 0 to the length of the one packed row; got {ends} for q {tuple(q.shape)}"
+            )
+        for a, b in pairwise(sorted(set(ends))):  # an empty sequence has no output
             piece = self._prepare(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], None, offset=0)
             parts.append(self.mix(*piece, x=None if x is None else x[:, a:b], causal=causal, key_mask=None))
         return torch.cat(parts, 2)
@@ -183,6 +189,11 @@ class Mixer(nn.Module):
                 f"{(q.shape[0], q.shape[2], self.width)}; got {given}"
             )
 
+    def _source(self, q: Tensor, memory: Keys, offset: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and what was kept of a source, checked and prepared; its keys stand at their own places."""
+        self._check(q, memory.k, memory.v, None, memory.key_mask)
+        return self._prepare(q, memory.k, memory.v, memory.key_mask, offset=offset, source=True)
+
     def _prepare(
         self, q, k, v, key_mask, *, offset: int, source: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
@@ -190,6 +201,6 @@ class Mixer(nn.Module):
             k, v = (t.masked_fill(~key_mask[:, None, :, None], 0) for t in (k, v))
         if k.shape[1] != self.heads and not (self.grouped and self.positions is None):
             k, v = (t.repeat_interleave(self.heads // t.shape[1], 1) for t in (k, v))
-        if self.positions is not None:  # the keys of a source stand at their own places
+        if self.positions is not None:
             q, k = self.positions(q, k, offset=offset, key_offset=0 if source else offset)
         return q, k, v

@@ -23,14 +23,16 @@ from ..ops.checks import Horizon, check_eps, horizon_list
 from ..ops.linear import linear_attention, linear_read, linear_state, linear_stream
 from ..ops.operator import check_backend
 from . import Admission, Mixer, Sizes, register
+from .keys import Keys
 
 SHORT_CONV = 4  # tokens: what makes a linear layer recall
+OWN_HORIZON = 'horizon="length" differs from call to call, and what is kept needs one number'
 
 
 class Kernel(Mixer):
     """Abstract: a mixer of ops.linear. A subclass names its feature map and the core's options."""
 
-    streaming = True
+    streaming: Admission = True
     rope: Admission = (
         "its features are not functions of the dot product, so rotating q and k would not encode distances"
     )
@@ -40,6 +42,7 @@ class Kernel(Mixer):
     features_per_size = 1  # of phi
     eps = 1e-6
     backend: str | None = None
+    own_horizon = False  # every call has its own, from its lengths
 
     def phi(self, x: Tensor) -> Tensor:
         """The features of queries and keys alike."""
@@ -58,6 +61,8 @@ class Kernel(Mixer):
         return linear_attention(self.phi(q), self.phi(k), v, causal=causal, key_mask=key_mask, **options)
 
     def mix_packed(self, q, k, v, cu_seqlens, *, x, causal):
+        if self.positions is not None or self.own_horizon:  # each sequence counts from its own beginning
+            return super().mix_packed(q, k, v, cu_seqlens, x=x, causal=causal)
         q, k, v = self._prepare(q, k, v, None, offset=0)
         options = self._options(q.shape[2], v) | {"decay": self.rates(x, None)}
         return linear_attention(self.phi(q), self.phi(k), v, causal=causal, cu_seqlens=cu_seqlens, **options)
@@ -67,7 +72,9 @@ class Kernel(Mixer):
         return linear_stream(self.phi(q), self.phi(k), v, state, key_mask=key_mask, **options)
 
     def absorb(self, k, v, *, key_mask=None):
-        self._admit("cross", "attention to another sequence")
+        self.refuse(cross=True)
+        if self.own_horizon:
+            raise ValueError(f"mixer {self.name!r} cannot absorb a source: {OWN_HORIZON}")
         if self.positions is not None or self.rates(None, None) is not None:
             return super().absorb(k, v, key_mask=key_mask)  # what a key adds depends on who asks
         if key_mask is not None:
@@ -76,14 +83,21 @@ class Kernel(Mixer):
         return linear_state(self.phi(k), v, heads=self.heads, key_mask=key_mask, **options)
 
     def read(self, q, memory, *, offset=0):
-        if self.positions is not None or self.rates(None, None) is not None:
-            return super().read(q, memory, offset=offset)
+        if isinstance(memory, Keys):
+            q, k, v = self._source(q, memory, offset)
+            options = self._options(self.max_length, v) | {
+                "decay": self.rates(None, None),
+                "q_offset": offset,
+            }
+            return linear_attention(self.phi(q), self.phi(k), v, key_mask=memory.key_mask, **options)
         options = {"horizon": self.horizon_of(self.max_length), "relu": self.relu, "signed": self.signed}
         return linear_read(
             self.phi(q), memory, q_offset=offset, eps=self.eps, backend=self.backend, **options
         )
 
     def state_size(self):
+        if self.own_horizon:
+            return None
         cosine = 1 if horizon_list(self.horizon_of(self.max_length), self.heads)[0] == math.inf else 2
         return self.heads * self.head_dim * self.features_per_size * cosine * (self.head_dim + 1)
 
@@ -133,6 +147,9 @@ class Cosformer(Kernel):
         self.reach = min(finite, default=math.inf)
         span = max(finite, default=self.max_length)
         self.decay = Decay(decay, heads=self.heads, span=span, width=self.width, learn=learn_decay)
+        self.own_horizon = self.horizon is None
+        if self.own_horizon:
+            self.streaming = OWN_HORIZON
         self.reads_input = self.decay.gated
         self.learned_positions = decay is None
         if decay is not None:  # the paper's operator stays as it was published
