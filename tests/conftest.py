@@ -140,6 +140,13 @@ def token_ids(rows: int = 2, length: int = 17, seed: int = 1) -> torch.Tensor:
     return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
 
 
+def toy_mixer(name, *, heads=4, head_dim=8, max_length=64, **options):
+    """A mixer in float64 of the sizes of `qkv`."""
+    from cosformer import mixers
+
+    return mixers.build(name, heads=heads, head_dim=head_dim, max_length=max_length, **options).double()
+
+
 def qkv(length, keys=None, *, batch=2, heads=4, kv_heads=None, dim=8, size=None, dtype=torch.float64, seed=0):
     """q (batch, heads, length, dim), k (batch, kv_heads, keys, dim), v (batch, kv_heads, keys, size)."""
     generator = torch.Generator().manual_seed(seed)

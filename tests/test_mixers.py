@@ -6,12 +6,12 @@ import re
 
 import pytest
 import torch
-from conftest import moved, qkv
+from conftest import moved, qkv, toy_mixer
 from torch.testing import assert_close
 
 from cosformer import mixers
 
-HEADS, DIM, MAX = 4, 8, 64
+HEADS, DIM, MAX = 4, 8, 64  # of conftest's toy mixer
 WIDTH = 12  # of the layer's input: not that of the heads
 # Options under which a pattern, rank or hash does something at these lengths; others are tested as they come.
 VARIANTS = {
@@ -49,13 +49,12 @@ every = pytest.mark.parametrize(
 
 def build(name, options, **more):
     torch.manual_seed(1)
-    sizes = {"heads": HEADS, "head_dim": DIM, "max_length": MAX, "width": WIDTH}
-    return moved(mixers.build(name, **sizes, **options, **more), by=0.3).double()
+    return moved(toy_mixer(name, max_length=MAX, width=WIDTH, **options, **more), by=0.3)
 
 
 def inputs(mixer, length, keys=None, *, batch=2, **sizes) -> dict:
     """q, k and v by name, and x for a mixer that reads it."""
-    q, k, v = qkv(length, keys, batch=batch, heads=HEADS, dim=DIM, **sizes)
+    q, k, v = qkv(length, keys, batch=batch, **sizes)
     x = torch.randn(batch, length, WIDTH, dtype=q.dtype, generator=torch.Generator().manual_seed(9))
     return {"q": q, "k": k, "v": v} | ({"x": x} if mixer.reads_input else {})
 
