@@ -13,6 +13,7 @@ from cosformer import mixers, reference
 from cosformer.decay import ladder
 from cosformer.mixers.positions import Rope, companion
 from cosformer.mixers.random import orthogonal
+from cosformer.ops import operator
 
 HEADS, DIM = 4, 8  # of conftest's toy mixer
 both = pytest.mark.parametrize("causal", [False, True])
@@ -85,6 +86,26 @@ def test_a_signed_normaliser_keeps_its_sign_and_its_distance_from_zero():
     mixer = mixers.build("identity", heads=1, head_dim=1, max_length=4)
     small = 3 * 2e-9 / 1e-6  # n / eps, with the sign of n / z
     assert_close(mixer(q, k, v).flatten(), torch.tensor([3.0, 3.0, small, small, 0.0]))
+
+
+@pytest.mark.parametrize("name", ["cosformer", *FEATURES, "performer", "rfa"])
+@both
+def test_kernel_mixers_agree_on_every_backend(backend, name, causal, monkeypatch):
+    """They share one core, so that their speeds can be compared."""
+    mixer = mixers.build(name, heads=2, head_dim=8, max_length=150)
+    tensors = [t.float() for t in qkv(150, heads=2)]
+    x = {"x": torch.randn(2, 150, 16)} if mixer.reads_input else {}
+
+    def run(only):
+        monkeypatch.setattr(operator, "BACKENDS", (only,))
+        leaves = [t.clone().requires_grad_() for t in tensors]
+        out = mixer(*leaves, **x, causal=causal)
+        return out, torch.autograd.grad(out, leaves, torch.linspace(-1, 1, out.numel()).reshape(out.shape))
+
+    (out, grads), (expected, expected_grads) = run(backend), run("torch")
+    assert_close(out, expected, rtol=1e-3, atol=1e-4 * expected.abs().max().item())
+    for g, e in zip(grads, expected_grads):
+        assert_close(g, e, rtol=1e-3, atol=1e-3 * e.abs().max().item())
 
 
 # random features

@@ -39,7 +39,7 @@ class LayerState:
 class ShortConvolution(nn.Module):
     """Depthwise convolution of (B, L, C) over `width` tokens: back from each one, or around it if `centred`."""
 
-    def __init__(self, channels: int, width: int, *, centred: bool, device=None, dtype=None):
+    def __init__(self, channels: int, *, width: int, centred: bool, device=None, dtype=None):
         super().__init__()
         self.ahead = (width - 1) // 2 if centred else 0
         self.weight = nn.Parameter(torch.empty(channels, width, device=device, dtype=dtype))
@@ -83,21 +83,22 @@ class Interior(nn.Module):
         super().__init__()
         made: dict[str, Any] = {"device": device, "dtype": dtype}
         width = mixer.short_conv if short_conv is None else short_conv
-        if not isinstance(width, int) or isinstance(width, bool) or width < 0:
+        if not isinstance(width, int) or isinstance(width, bool) or width < 0 or width == 1:
             raise ValueError(f"short_conv must be a width of 2 or more tokens, or 0 for none; got {width!r}")
         size, heads = mixer.head_dim, mixer.heads
         channels = {"q": heads * size, "k": (kv_heads or heads) * size, "v": (kv_heads or heads) * size}
         self.mixer = mixer.to(device=device, dtype=dtype)
         self.conv = None
-        if width > 1:
-            convolutions = {
-                n: ShortConvolution(c, width, centred=centred, **made) for n, c in channels.items()
-            }
-            self.conv = nn.ModuleDict(convolutions)
+        if width:
+            options = {"width": width, "centred": centred, **made}
+            self.conv = nn.ModuleDict({name: ShortConvolution(c, **options) for name, c in channels.items()})
         normed = mixer.qk_norm if qk_norm is None else qk_norm
         self.q_norm = nn.RMSNorm(size, eps=norm_eps, **made) if normed else None
         self.k_norm = nn.RMSNorm(size, eps=norm_eps, **made) if normed else None
         self.gate = nn.Linear(mixer.width, heads * size, **made) if output_gate else None
+        if self.gate is not None:
+            nn.init.zeros_(self.gate.weight)
+            nn.init.zeros_(self.gate.bias)
 
     def forward(
         self,

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .decay import DecaySpec
-from .layer import Interior
+from .layer import Interior, LayerState
 from .mixers import build
 from .ops.checks import Horizon, horizon_list
 
@@ -142,6 +142,16 @@ class MixerAttention(nn.Module):
         if single:
             return out.squeeze(0), None if weights is None else weights.squeeze(0)
         return out if self.batch_first else out.transpose(0, 1), weights
+
+    def stream(
+        self, query: Tensor, state: LayerState | None = None, *, key_padding_mask: Tensor | None = None
+    ) -> tuple[Tensor, LayerState]:
+        """Causal self-attention over the next tokens of a stream: their output, and the state to pass with the next."""
+        x = query if self.batch_first else query.transpose(0, 1)
+        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        out, state = self.interior.stream(x, q, k, v, state, key_mask=_keep(key_padding_mask))
+        out = self.out_proj(out)
+        return out if self.batch_first else out.transpose(0, 1), state
 
     def extra_repr(self) -> str:
         return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, mixer={self.interior.mixer.name!r}"

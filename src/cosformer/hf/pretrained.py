@@ -63,10 +63,14 @@ class CosformerPreTrained(Base):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, ShortConvolution):
             init.copy_(module.weight, module.identity())
+        elif isinstance(module, Interior):
+            if module.gate is not None:  # visited before as a linear layer like any other
+                init.zeros_(module.gate.weight)
+                init.zeros_(module.gate.bias)
         elif isinstance(module, Decay):
             if module.constant is not None:
                 init.copy_(module.constant, module.start())
-            if module.gate is not None:  # visited before as a linear layer like any other
+            if module.gate is not None:
                 init.zeros_(module.gate.weight)
                 init.zeros_(module.gate.bias)
         else:
