@@ -83,7 +83,7 @@ def _plain(x: Tensor, weight: Tensor, ahead: int, cu_seqlens: Tensor | None) -> 
     for s in (s for s in range(width) if s != ahead):
         shifted = padded[:, width - 1 - s : width - 1 - s + L]
         if cu_seqlens is not None:
-            shifted = shifted * _together(cu_seqlens, L, s - ahead).to(x.dtype)[:, None]
+            shifted = shifted.masked_fill(~_together(cu_seqlens, L, s - ahead)[:, None], 0)
         y = torch.addcmul(y, shifted, w[:, s])
     return y
 
