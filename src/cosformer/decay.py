@@ -9,6 +9,7 @@ rates       a number, or one per head: constants
 """
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,11 @@ def ladder(heads: int, span: float) -> list[float]:
     """One rate per head, geometric from 1/4 down to 1/span; a span of less than 4 tokens makes them all 1/4."""
     step = math.log(4 / max(span, 4)) / max(heads - 1, 1)
     return [math.exp(head * step) / 4 for head in range(heads)]
+
+
+def span_of(horizons: Iterable[float], otherwise: float) -> float:
+    """The distance a ladder should span: the largest finite horizon."""
+    return max((h for h in horizons if h < math.inf), default=otherwise)
 
 
 class Decay(nn.Module):
@@ -66,7 +72,9 @@ class Decay(nn.Module):
         """The start: constants as given, a gate that changes nothing."""
         with torch.no_grad():
             if self.constant is not None:
-                self.constant.copy_(self.start(self.constant.device))
+                self.constant.copy_(self.start())
+            if self.log_rates is not None:
+                self.log_rates.copy_(self.start().log())
             if self.gate is not None:
                 self.gate.weight.zero_()
                 self.gate.bias.zero_()

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .decay import DecaySpec
+from .decay import DecaySpec, span_of
 from .layer import Interior, LayerState
 from .mixers import build
 from .ops.checks import Horizon, horizon_list
@@ -216,11 +216,10 @@ class CosformerAttention(MixerAttention):
         if unknown:
             raise TypeError(f"CosformerAttention got an unexpected keyword argument {min(unknown)!r}")
         horizons = [] if horizon is None else horizon_list(horizon, num_heads)
-        spans = [h for h in horizons if h < math.inf] or [UNKNOWN_LENGTH]
         operator = {"horizon": "length" if horizon is None else horizon, "eps": eps, "backend": backend}
         super().__init__(
             embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype,
-            mixer="cosformer", max_length=math.ceil(max(spans)),
+            mixer="cosformer", max_length=math.ceil(span_of(horizons, UNKNOWN_LENGTH)),
             options={"decay": decay, "learn_decay": learn_decay, **operator}, **layer,
         )  # fmt: skip
         self.horizon = horizon

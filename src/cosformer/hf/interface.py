@@ -21,8 +21,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.utils import logging
 
-from ..decay import Decay, DecaySpec
+from ..decay import Decay, DecaySpec, span_of
 from ..ops import linear_attention
+from ..ops.checks import horizon_list
 
 OPTIONS = ("horizon", "decay")
 REFUSED = {  # keyword: what it asks for
@@ -164,14 +165,18 @@ def self_options(config, *, heads: int, device: torch.device) -> dict:
             "(a gate has parameters, so it lives in the Cosformer model types)"
         )
     horizon = max_positions(config) if horizon is None else horizon
+    if decay is None:
+        return {"horizon": horizon, "decay": None}
     spec = tuple(decay) if isinstance(decay, list) else decay
-    span = max_positions(config) if decay == "ladder" else 1
-    return {"horizon": horizon, "decay": None if spec is None else _rates(spec, heads, span, device)}
+    span = span_of(horizon_list(horizon, heads), otherwise=math.inf)
+    if span == math.inf and decay == "ladder":  # without a cosine the positions say how far
+        span = max_positions(config)
+    return {"horizon": horizon, "decay": _rates(spec, heads, span, device)}
 
 
 @lru_cache  # made once, not at every call
 @torch.inference_mode(False)
-def _rates(spec: DecaySpec, heads: int, span: int, device: torch.device) -> Tensor | None:
+def _rates(spec: DecaySpec, heads: int, span: float, device: torch.device) -> Tensor | None:
     return Decay(spec, heads=heads, span=span, width=1, device=device).rates()
 
 

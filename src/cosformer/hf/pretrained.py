@@ -70,6 +70,8 @@ class CosformerPreTrained(Base):
         elif isinstance(module, Decay):
             if module.constant is not None:
                 init.copy_(module.constant, module.start())
+            if module.log_rates is not None:
+                init.copy_(module.log_rates, module.start().log())
             if module.gate is not None:
                 init.zeros_(module.gate.weight)
                 init.zeros_(module.gate.bias)

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..decay import Decay, DecaySpec
+from ..decay import Decay, DecaySpec, span_of
 from ..ops.checks import Horizon, check_eps, horizon_list
 from ..ops.linear import linear_attention, linear_read, linear_state, linear_stream
 from ..ops.operator import check_backend
@@ -143,9 +143,9 @@ class Cosformer(Kernel):
         self.eps, self.backend, self.both_signs = eps, backend, both_signs
         self.features_per_size = 2 if both_signs else 1
         self.horizon = _horizon(horizon, self)
-        finite = [h for h in (self.horizon or ()) if h < math.inf]
-        self.reach = min(finite, default=math.inf)
-        span = max(finite, default=self.max_length)
+        horizons = self.horizon or ()
+        self.reach = min(horizons, default=math.inf)
+        span = span_of(horizons, self.max_length)
         self.decay = Decay(decay, heads=self.heads, span=span, width=self.width, learn=learn_decay)
         self.own_horizon = self.horizon is None
         if self.own_horizon:
