@@ -15,8 +15,9 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+from .. import mixers
 from . import interface
-from .attach import attach, enter_mixers
+from .attach import attach, enter_mixer
 from .cache import CosformerCache
 from .configuration import CosformerConfig, CosformerEncoderConfig, CosformerSeq2SeqConfig
 from .decoder import CosformerForCausalLM, CosformerModel
@@ -61,7 +62,8 @@ MODELS: dict[Any, list[tuple[Any, Any]]] = {  # config: (Auto class, model) pair
 }
 
 interface.enter()
-enter_mixers()
+for name in mixers.names():
+    enter_mixer(name)
 for config, models in MODELS.items():
     AutoConfig.register(config.model_type, config, exist_ok=True)
     for auto, model in models:
