@@ -1,6 +1,8 @@
 """What every test shares: fresh memory is poisoned with NaN, seeds are fixed, the backends to run on are named once."""
 
 import itertools
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -72,3 +74,94 @@ def poison(monkeypatch):
         ((torch.Tensor, n) for n in ("new_empty", "new_empty_strided")),
     ):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+# Toy models and texts, for every test that needs one. transformers is imported only by those who ask.
+
+VOCAB = 61
+TOY = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+TOY_DECODER = {**TOY, "num_key_value_heads": 2}
+TOY_ENCODER = {**TOY, "hidden_dropout_prob": 0.0}
+TOY_SEQ2SEQ = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 128,
+    "init_std": 0.2,
+    "dropout": 0.0,
+}
+
+
+def toy_config(model, **fields):
+    """The configuration of one of our model classes at toy size."""
+    config = model.config_class
+    sizes = {"cosformer": TOY_DECODER, "cosformer_encoder": TOY_ENCODER}.get(config.model_type, TOY_SEQ2SEQ)
+    return config(**{**sizes, **fields})
+
+
+def toy_model(model, seed: int = 0, **fields):
+    """A toy of one of our model classes, moved from its start."""
+    torch.manual_seed(seed)
+    return moved(model(toy_config(model, **fields))).eval()
+
+
+def moved(module, by: float = 0.1):
+    """The module with every weight away from its start: a gate of zeros, a norm of ones would hide mistakes."""
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(torch.randn_like(p), alpha=by)
+    return module
+
+
+def token_ids(rows: int = 2, length: int = 17, seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def toy_mixer(name, *, heads=4, head_dim=8, max_length=64, **options):
+    """A mixer in float64 of the sizes of `qkv`."""
+    from cosformer import mixers
+
+    return mixers.build(name, heads=heads, head_dim=head_dim, max_length=max_length, **options).double()
+
+
+def qkv(length, keys=None, *, batch=2, heads=4, kv_heads=None, dim=8, size=None, dtype=torch.float64, seed=0):
+    """q (batch, heads, length, dim), k (batch, kv_heads, keys, dim), v (batch, kv_heads, keys, size)."""
+    generator = torch.Generator().manual_seed(seed)
+    keys, kv_heads, size = keys or length, kv_heads or heads, size or dim
+    shapes = (batch, heads, length, dim), (batch, kv_heads, keys, dim), (batch, kv_heads, keys, size)
+    return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
+
+
+def byte_tokenizer():
+    """A tokenizer of single bytes, with <pad> 0, <mask> 1 and <unk> 2."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"pad_token": "<pad>", "mask_token": "<mask>", "unk_token": "<unk>"}
+    letters = [*special.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {letter: i for i, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def python_of(page: Path) -> list[str]:
+    """The Python of a page of the documentation, block by block."""
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)

@@ -1,5 +1,7 @@
 """How a result is judged: against the definition in float64, with one tolerance per dtype and no switches."""
 
+import math
+
 import torch
 
 from cosformer import reference
@@ -89,3 +91,20 @@ def judge(function, q, k, v, *, decay=None, **kwargs) -> None:
         (q, k, v, decay),
         (*q.shape[:3], v.shape[3]),
     )
+
+
+def masked_softmax(q, k, v, allowed):
+    """Softmax over what is allowed, (L, S) or with heads: the full score matrix, masked."""
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~allowed, -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def past(length, causal):
+    """What a query may see, (L, L) bool."""
+    every = torch.ones(length, length, dtype=torch.bool)
+    return every.tril() if causal else every
+
+
+def grid(length):
+    """The positions of queries, down, and of keys, across."""
+    return torch.arange(length)[:, None], torch.arange(length)[None, :]

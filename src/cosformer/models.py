@@ -1,11 +1,6 @@
 """A run's model: what a task needs, a mixer by name and a size -> a Hugging Face model. Every mixer gets the same sizes.
 
-softmax, elu, performer ...    any name of cosformer.mixers, with learned positions
-softmax+rope                   the same with rotary positions, for mixers that admit them
-cosformer                      the recommended configuration: gated decay
-cosformer-ladder               one constant decay rate per head
-cosformer-no-cosine            gated decay, without the cosine
-cosformer-paper                as published: the cosine, no decay, learned positions
+A mixer is named as everywhere (cosformer/mixers): cosformer, softmax+rope, "cosformer*3, softmax+rope", cosformer-hybrid ...
 """
 
 import math
@@ -15,15 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from . import hf, mixers
+from . import hf
 from .tasks import Task
-
-VARIANTS: dict[str, dict[str, Any]] = {
-    "cosformer": {"decay": "gated"},
-    "cosformer-ladder": {"decay": "ladder"},
-    "cosformer-no-cosine": {"decay": "gated", "horizon": math.inf},
-    "cosformer-paper": {"decay": None, "positions": "learned"},
-}
 
 
 @dataclass(frozen=True)
@@ -56,11 +44,6 @@ CLASSES: dict[str, Any] = {
 }
 
 
-def names() -> list[str]:
-    """Every mixer name a run takes, without those that add positions."""
-    return [*VARIANTS, *(name for name in mixers.names() if name not in VARIANTS)]
-
-
 def size_of(name: str, task: Task) -> Size:
     """A preset, or "published": the sizes the task was published with."""
     if name == "published":
@@ -77,18 +60,6 @@ def size_of(name: str, task: Task) -> Size:
     return SIZES[name]
 
 
-def mixer_fields(name: str) -> dict[str, Any]:
-    """The config fields that a mixer's name stands for."""
-    base, _, positions = name.partition("+")
-    if positions not in ("", "rope"):
-        raise ValueError(f"mixer is {name!r}; after + only rope is known")
-    if base in VARIANTS:
-        return VARIANTS[base] | ({"positions": "rope"} if positions else {})
-    if base not in mixers.names():
-        raise ValueError(f"mixer is {name!r}; one of {', '.join(names())}, where admitted with +rope")
-    return {"mixer": base, "positions": positions or "learned"}
-
-
 def config_of(
     task: Task, *, mixer: str = "cosformer", size: str = "tiny", fields: dict[str, Any] | None = None
 ):
@@ -96,7 +67,7 @@ def config_of(
     shape, special = size_of(size, task), task.special
     known: dict[str, Any] = {"vocab_size": task.vocab_size, "max_position_embeddings": task.max_length}
     known |= {"pad_token_id": special.pad, "bos_token_id": special.bos, "eos_token_id": special.eos}
-    known |= mixer_fields(mixer)
+    known["mixer"] = mixer
     wide = shape.feedforward or 4 * shape.width
     spread = max(
         0.02, 0.8 / math.sqrt(shape.width)
@@ -171,11 +142,16 @@ def parameters_beside_softmax(
     model: PreTrainedModel, task: Task, *, size: str, fields: dict[str, Any] | None = None
 ) -> float:
     """The share of parameters a model has more than softmax with learned positions at the same size, by shapes alone."""
-    plain = {
-        k: v
-        for k, v in (fields or {}).items()
-        if k not in ("mixer_options", "horizon", "decay", "layer_types")
-    }
+    ours = (
+        "mixer_options",
+        "horizon",
+        "layer_types",
+        "full_attention_interval",
+        "short_conv",
+        "qk_norm",
+        "output_gate",
+    )
+    plain = {k: v for k, v in (fields or {}).items() if k not in ours}
     with torch.device("meta"):
         softmax = CLASSES[task.kind](config_of(task, mixer="softmax", size=size, fields=plain))
     return parameters(model) / parameters(softmax) - 1

@@ -10,7 +10,12 @@ from torch import Tensor
 
 from .mixers import build, names, weights
 
-TITLES = {"softmax": "softmax", "cosformer": "cosFormer", "relu": "cosFormer, no re-weighting"}
+TITLES = {
+    "softmax": "softmax",
+    "cosformer-paper": "cosFormer",
+    "cosformer": "cosFormer with decay",
+    "relu": "cosFormer, no re-weighting",
+}
 
 
 def example(length: int, head_dim: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -55,7 +60,8 @@ def draw(
     for name in mixers:
         mixer = build(name, heads=1, head_dim=D, max_length=max(L, S), **(options or {}).get(name, {}))
         with torch.no_grad():
-            panels[TITLES.get(name, name)] = weights(mixer, q, k, causal=causal)[0, 0].float()
+            matrix = weights(mixer, q, k, x=q[:, 0], causal=causal)  # at its start no gate heeds its input
+            panels[TITLES.get(name, name)] = matrix[0, 0].float()
     lag = torch.arange(L)[:, None] - torch.arange(S)
     panels["cosine of the distance"] = torch.cos(math.pi / 2 * lag / max(L, S))
     if causal:  # the future is left blank: a zero would look like a weight that happens to be small
@@ -68,7 +74,10 @@ def main(argv: list[str] | None = None) -> None:
         prog="cosformer picture", description="Draw the attention matrices of mixers on the same q and k."
     )
     p.add_argument(
-        "mixers", nargs="*", default=["softmax", "cosformer", "relu"], help=f"any of {', '.join(names())}"
+        "mixers",
+        nargs="*",
+        default=["softmax", "cosformer-paper", "relu"],
+        help=f"any of {', '.join(names())}",
     )
     p.add_argument("--out", type=Path, default=Path("attention.png"))
     p.add_argument("--length", type=int, default=64)

@@ -1,6 +1,6 @@
-"""The decoder: Llama's architecture with linear layers.
+"""The decoder: Llama's architecture; a mixer stands where a layer's attention was.
 
-A linear layer takes no rotary positions: the cosine and the decay say where a key stands. The softmax layers of a hybrid do.
+Llama's rotary positions are not used: where a layer wants them its mixer has them (softmax+rope).
 """
 
 import torch
@@ -8,30 +8,28 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaForCausalLM, LlamaModel
 
 from .configuration import CosformerConfig
-from .mixing import (
-    CosformerPreTrained,
-    check_cache,
-    check_padding_mask,
-    packed_boundaries,
-    refuse_weights,
-    self_mixing,
-)
+from .packing import packed_boundaries
+from .pretrained import CosformerPreTrained, attend, check_cache, check_padding_mask, interior, refuse_weights
 
 
 class CosformerDecoderAttention(LlamaAttention):
-    """Llama's projections around cosFormer mixing."""
+    """Llama's projections around a mixer."""
 
     def __init__(self, config: CosformerConfig, layer_idx: int):
         super().__init__(config, layer_idx)
-        self.mixing = self_mixing(config, heads=config.num_attention_heads, causal=True)
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        sizes = {"heads": heads, "kv_heads": kv_heads, "size": self.head_dim}
+        self.interior = interior(config, config.layer_mixers[layer_idx], causal=True, **sizes)
 
     def forward(
-        self, hidden_states, past_key_values=None, key_mask=None, cu_seqlens=None, **kwargs
+        self, hidden_states, attention_mask=None, past_key_values=None, cu_seqlens=None, **kwargs
     ) -> tuple[Tensor, None]:
-        size, projections = self.head_dim, (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (proj(hidden_states).unflatten(-1, (-1, size)).transpose(1, 2) for proj in projections)
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        out = self.mixing(hidden_states, q, k, v, key_mask=key_mask, cu_seqlens=cu_seqlens, cache=cache)
+        x = hidden_states
+        parts = (x, self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        out = attend(
+            self.interior, *parts, causal=True, key_mask=attention_mask, cu_seqlens=cu_seqlens, cache=cache
+        )
         return self.o_proj(out), None
 
 
@@ -40,9 +38,8 @@ class CosformerModel(CosformerPreTrained, LlamaModel):
 
     def __init__(self, config: CosformerConfig):
         super().__init__(config)
-        for i, kind in enumerate(config.layer_types):
-            if kind == "linear_attention":
-                self.layers[i].self_attn = CosformerDecoderAttention(config, i)
+        for i, layer in enumerate(self.layers):
+            layer.self_attn = CosformerDecoderAttention(config, i)
         if config.positions == "learned":
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.post_init()
@@ -72,27 +69,24 @@ class CosformerModel(CosformerPreTrained, LlamaModel):
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
         check_cache(past_key_values)
-        kwargs["cu_seqlens"] = boundaries
-        kwargs["key_mask"] = attention_mask
         if self.config.positions == "learned":
             inputs_embeds = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
             inputs_embeds = inputs_embeds + self.position_vectors(
                 inputs_embeds, position_ids, past_key_values
             )
             input_ids = None
-        if "full_attention" not in self.config.layer_types:
-            attention_mask = position_ids = None  # only softmax layers read them, and their mask is quadratic
         return super().forward(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            position_ids=position_ids,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            cu_seqlens=boundaries,
             **kwargs,
         )
 
     def position_vectors(self, inputs: Tensor, position_ids: Tensor | None, cache) -> Tensor:
+        most = self.embed_positions.num_embeddings
         if position_ids is None:
             seen = 0 if cache is None else cache.get_seq_length()
             last = (
@@ -100,8 +94,8 @@ class CosformerModel(CosformerPreTrained, LlamaModel):
             )  # known without looking, so that nothing waits for a GPU and meta tensors pass
             position_ids = torch.arange(seen, last + 1, device=inputs.device)[None]
         else:
-            last = int(position_ids.max())
-        if last >= (most := self.embed_positions.num_embeddings):
+            last = int(position_ids.max()) if position_ids.is_cpu and not torch.compiler.is_compiling() else 0
+        if last >= most:
             raise ValueError(f"position {last} has no learned vector; max_position_embeddings is {most}")
         return self.embed_positions(position_ids)
 

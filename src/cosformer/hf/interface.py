@@ -13,6 +13,7 @@ attention function which target position a cached query has.
 """
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +21,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.utils import logging
 
-from ..decay import ladder
+from ..decay import Decay, DecaySpec, span_of
 from ..ops import linear_attention
+from ..ops.checks import horizon_list
 
 OPTIONS = ("horizon", "decay")
 REFUSED = {  # keyword: what it asks for
@@ -108,9 +110,11 @@ def mask(
 
 
 def padding(attention_mask: Tensor) -> Tensor | None:
-    """A 0/1 or bool mask as bool, or None if it keeps everything (not asked while compiling: a graph has no values)."""
+    """A 0/1 or bool mask as bool, or None if it keeps everything; not asked of a graph, which has no values, nor of a device,
+    where looking would be waiting."""
     keep = attention_mask.to(torch.bool)
-    return None if not torch.compiler.is_compiling() and bool(keep.all()) else keep
+    looks = keep.is_cpu and not torch.compiler.is_compiling()
+    return None if looks and bool(keep.all()) else keep
 
 
 def key_mask(attention_mask: Tensor | None, key: Tensor) -> Tensor | None:
@@ -154,18 +158,26 @@ def self_options(config, *, heads: int, device: torch.device) -> dict:
     given = getattr(config, "cosformer", None) or {}
     if unknown := set(given) - set(OPTIONS):
         raise ValueError(f"config.cosformer has unknown {sorted(unknown)}; it may have {', '.join(OPTIONS)}")
-    decay = given.get("decay")
-    if decay == "ladder":
-        decay = ladder(heads, max_positions(config), device=device)
-    elif isinstance(decay, str):
+    decay, horizon = given.get("decay"), given.get("horizon")
+    if decay == "gated":
         raise ValueError(
-            f'config.cosformer["decay"] is {decay!r}; accepted are None, "ladder" or a list of {heads} rates '
+            'config.cosformer["decay"] is "gated"; accepted are None, "ladder" or rates '
             "(a gate has parameters, so it lives in the Cosformer model types)"
         )
-    elif decay is not None:
-        decay = torch.tensor(decay, dtype=torch.float32, device=device)
-    horizon = given.get("horizon")
-    return {"horizon": max_positions(config) if horizon is None else horizon, "decay": decay}
+    horizon = max_positions(config) if horizon is None else horizon
+    if decay is None:
+        return {"horizon": horizon, "decay": None}
+    spec = tuple(decay) if isinstance(decay, list) else decay
+    span = span_of(horizon_list(horizon, heads), otherwise=math.inf)
+    if span == math.inf and decay == "ladder":  # without a cosine the positions say how far
+        span = max_positions(config)
+    return {"horizon": horizon, "decay": _rates(spec, heads, span, device)}
+
+
+@lru_cache  # made once, not at every call
+@torch.inference_mode(False)
+def _rates(spec: DecaySpec, heads: int, span: float, device: torch.device) -> Tensor | None:
+    return Decay(spec, heads=heads, span=span, width=1, device=device).rates()
 
 
 def check_reach(tokens: int, horizon, *, causal: bool) -> None:
@@ -196,6 +208,7 @@ def max_positions(config) -> int:
     )
 
 
-def register() -> None:
+def enter() -> None:
+    """Make both functions known to transformers."""
     AttentionInterface.register("cosformer", attention)
     AttentionMaskInterface.register("cosformer", mask)

@@ -10,9 +10,11 @@ shapes stay.
 """
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
 def companion(name: str) -> type[nn.Module]:
@@ -32,20 +34,34 @@ class Rope(nn.Module):
         super().__init__()
         if head_dim % 2:
             raise ValueError(f"head_dim must be even for rope, which turns pairs; got {head_dim}")
-        self.speed = [base ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+        self.base = base
 
-    def forward(self, q: Tensor, k: Tensor, *, offset: int = 0) -> tuple[Tensor, Tensor]:
-        return self.turn(q, offset), self.turn(k, offset)
+    def forward(self, q: Tensor, k: Tensor, *, offset: int = 0, key_offset: int = 0) -> tuple[Tensor, Tensor]:
+        return self.turn(q, offset), self.turn(k, key_offset)
 
     def turn(self, x: Tensor, offset: int = 0) -> Tensor:
         """x (..., N, D) with its first row at position `offset`."""
-        at = torch.arange(offset, offset + x.shape[-2], dtype=torch.float64)
-        angle = at[:, None] * torch.tensor(self.speed, dtype=torch.float64)  # float64: exact at any position
-        cos, sin = (
-            t.to(x.device, torch.promote_types(x.dtype, torch.float32)) for t in (angle.cos(), angle.sin())
-        )
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = _tables(x.shape[-1], self.base, offset, x.shape[-2], dtype, x.device)
         a, b = x.chunk(2, -1)
         return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
+
+
+def _tables(*of) -> tuple[Tensor, Tensor]:
+    """Cosine and sine (count, size / 2) of the angles of positions start, start + 1, ..., kept while torch runs eagerly."""
+    tracing = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    return _angles(*of) if tracing else _kept_angles(*of)
+
+
+@torch.inference_mode(False)  # what is kept may be asked for under autograd next
+def _angles(size: int, base: float, start: int, count: int, dtype: torch.dtype, device: torch.device):
+    at = torch.arange(start, start + count, dtype=torch.float64, device="cpu")
+    speed = base ** (-torch.arange(0, size, 2, dtype=torch.float64, device="cpu") / size)
+    angle = at[:, None] * speed  # float64: exact at any position
+    return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+
+
+_kept_angles = lru_cache(maxsize=16)(_angles)  # every layer of a model asks for the same
 
 
 class SineSPE(nn.Module):
@@ -73,8 +89,10 @@ class SineSPE(nn.Module):
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         self.noise.copy_(torch.randn(self.noise.shape, generator=generator))
 
-    def forward(self, q: Tensor, k: Tensor, *, offset: int = 0) -> tuple[Tensor, Tensor]:
-        return self._encode(q, offset, self.offset), self._encode(k, offset, torch.zeros_like(self.offset))
+    def forward(self, q: Tensor, k: Tensor, *, offset: int = 0, key_offset: int = 0) -> tuple[Tensor, Tensor]:
+        return self._encode(q, offset, self.offset), self._encode(
+            k, key_offset, torch.zeros_like(self.offset)
+        )
 
     def template(self, distance: Tensor) -> Tensor:
         """P_d(distance): (H, D, *distance.shape)."""
@@ -118,8 +136,8 @@ class ConvSPE(nn.Module):
         """Draw new noise, from `seed` or from torch's own generator."""
         self.seed.copy_(torch.randint(2**31, ()) if seed is None else torch.tensor(seed))
 
-    def forward(self, q: Tensor, k: Tensor, *, offset: int = 0) -> tuple[Tensor, Tensor]:
-        return self._encode(q, offset, self.query_filter), self._encode(k, offset, self.key_filter)
+    def forward(self, q: Tensor, k: Tensor, *, offset: int = 0, key_offset: int = 0) -> tuple[Tensor, Tensor]:
+        return self._encode(q, offset, self.query_filter), self._encode(k, key_offset, self.key_filter)
 
     def template(self, distance: Tensor) -> Tensor:
         """P_d(distance): (H, D, *distance.shape)."""

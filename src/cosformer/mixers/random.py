@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.linear import State, linear_attention, linear_stream
-from . import Mixer, register
+from . import Mixer, Sizes, register
 
 TINY = 1e-20  # the smallest normaliser of positive features: their sums may be small without being nothing
 
@@ -25,9 +25,7 @@ def orthogonal(rows: int, size: int, generator: torch.Generator | None = None) -
     blocks = []
     for _ in range(-(-rows // size)):
         basis, r = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
-        blocks.append(
-            (basis * r.diagonal().sign()).T
-        )  # without the signs of r the directions would not be uniform
+        blocks.append((basis * r.diagonal().sign()).T)  # without r's signs directions would not be uniform
     lengths = torch.randn(rows, size, generator=generator, dtype=torch.float64).norm(dim=1, keepdim=True)
     return (torch.cat(blocks)[:rows] * lengths).float()
 
@@ -64,11 +62,11 @@ class Performer(Mixer):
     grouped = True
     projection: Tensor
 
-    def __init__(self, heads: int, head_dim: int, max_length: int, *, features: int = 256, seed: int = 0):
-        super().__init__(heads, head_dim, max_length)
+    def __init__(self, sizes: Sizes, *, features: int = 256, seed: int = 0):
+        super().__init__(sizes)
         if features < 1:
             raise ValueError(f"features must be at least 1; got {features}")
-        self.register_buffer("projection", torch.empty(features, head_dim))  # one draw for all heads
+        self.register_buffer("projection", torch.empty(features, sizes.head_dim))  # one draw for all heads
         self.redraw(seed)
 
     def redraw(self, seed: int | None = None) -> None:
@@ -82,7 +80,7 @@ class Performer(Mixer):
         y = x.to(dtype) * self.head_dim**-0.25
         return y @ self.projection.to(dtype).mT - y.square().sum(-1, keepdim=True) / 2
 
-    def mix(self, q, k, v, *, causal, key_mask):
+    def mix(self, q, k, v, *, x, causal, key_mask):
         if causal:
             k, v, key_mask = _aligned(q.shape[2], k, v, key_mask)
             k, rates, _ = self._running(k, key_mask, None)
@@ -91,16 +89,14 @@ class Performer(Mixer):
             e = self._key_exponents(k, key_mask)
             top = e.detach().amax((-2, -1), keepdim=True)
             k, options = torch.exp(e - top.masked_fill(top.isinf(), 0)), {}
-        return linear_attention(
-            self._queries(q), k, v.to(k.dtype), key_mask=key_mask, eps=TINY, **options
-        ).to(v.dtype)
+        options |= {"key_mask": key_mask, "eps": TINY}
+        return linear_attention(self._queries(q), k, v.to(k.dtype), **options).to(v.dtype)
 
-    def step(self, q, k, v, state, *, key_mask):
+    def step(self, q, k, v, state, *, x, key_mask):
         k, rates, shift = self._running(k, key_mask, None if state is None else state.shift)
         options = {"key_mask": key_mask, "decay": rates, "eps": TINY}
-        out, after = linear_stream(
-            self._queries(q), k, v.to(k.dtype), None if state is None else state.state, **options
-        )
+        before = None if state is None else state.state
+        out, after = linear_stream(self._queries(q), k, v.to(k.dtype), before, **options)
         return out.to(v.dtype), Shifted(after, shift)
 
     def state_size(self):
@@ -151,26 +147,25 @@ class RandomFeatureAttention(Mixer):
 
     def __init__(
         self,
-        heads: int,
-        head_dim: int,
-        max_length: int,
+        sizes: Sizes,
         *,
         features: int = 64,
         sigma: float = 1.0,
         gate: bool = False,
         seed: int = 0,
     ):
-        super().__init__(heads, head_dim, max_length)
+        super().__init__(sizes)
         if features < 1:
             raise ValueError(f"features must be at least 1; got {features}")
         if not sigma > 0:
             raise ValueError(f"sigma must be greater than 0; got {sigma}")
-        self.sigma = nn.Parameter(torch.full((heads, 1, head_dim), float(sigma)))
-        self.gate_weight = nn.Parameter(torch.zeros(heads, 1, head_dim)) if gate else None
-        self.gate_bias = nn.Parameter(torch.full((heads, 1), 2.0)) if gate else None
+        H, D = sizes.heads, sizes.head_dim
+        self.sigma = nn.Parameter(torch.full((H, 1, D), float(sigma)))
+        self.gate_weight = nn.Parameter(torch.zeros(H, 1, D)) if gate else None
+        self.gate_bias = nn.Parameter(torch.full((H, 1), 2.0)) if gate else None
         if gate:
             self.bidirectional = "with gate=True it is a recurrence over the past"
-        self.register_buffer("projection", torch.empty(features, head_dim))  # one draw for all heads
+        self.register_buffer("projection", torch.empty(features, sizes.head_dim))  # one draw for all heads
         self.redraw(seed)
 
     def redraw(self, seed: int | None = None) -> None:
@@ -183,18 +178,17 @@ class RandomFeatureAttention(Mixer):
         angle = (F.normalize(x.to(dtype), dim=-1) * self.sigma.to(dtype)) @ self.projection.to(dtype).mT
         return torch.cat([angle.sin(), angle.cos()], -1) / math.sqrt(len(self.projection))
 
-    def mix(self, q, k, v, *, causal, key_mask):
+    def mix(self, q, k, v, *, x, causal, key_mask):
         if causal:
             k, v, key_mask = _aligned(q.shape[2], k, v, key_mask)
         k, rates = self._gated(k)
         options = {"causal": causal, "key_mask": key_mask, "decay": rates}
         return linear_attention(self.phi(q), k, v.to(k.dtype), signed=True, **options).to(v.dtype)
 
-    def step(self, q, k, v, state, *, key_mask):
+    def step(self, q, k, v, state, *, x, key_mask):
         k, rates = self._gated(k)
-        out, state = linear_stream(
-            self.phi(q), k, v.to(k.dtype), state, signed=True, key_mask=key_mask, decay=rates
-        )
+        options = {"signed": True, "key_mask": key_mask, "decay": rates}
+        out, state = linear_stream(self.phi(q), k, v.to(k.dtype), state, **options)
         return out.to(v.dtype), state
 
     def state_size(self):
@@ -204,9 +198,8 @@ class RandomFeatureAttention(Mixer):
         phi = self.phi(k)
         if self.gate_weight is None or self.gate_bias is None:
             return phi, None
-        logit = (k.to(phi.dtype) * self.gate_weight.to(phi.dtype)).sum(-1) + self.gate_bias.to(
-            phi.dtype
-        )  # of g
+        weight, bias = self.gate_weight.to(phi.dtype), self.gate_bias.to(phi.dtype)
+        logit = (k.to(phi.dtype) * weight).sum(-1) + bias  # of g
         return phi * torch.sigmoid(-logit).unsqueeze(-1), F.softplus(-logit)  # 1 - g, and -log g
 
 
@@ -220,14 +213,6 @@ def _aligned(
     """As many keys as queries, which rates per position need: keys no query may see are cut, missing ones are masked."""
     k, v, key_mask = k[:, :, :length], v[:, :, :length], None if key_mask is None else key_mask[:, :length]
     if missing := length - k.shape[2]:
-        key_mask = (
-            torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
-            if key_mask is None
-            else key_mask
-        )
-        k, v, key_mask = (
-            F.pad(k, (0, 0, 0, missing)),
-            F.pad(v, (0, 0, 0, missing)),
-            F.pad(key_mask, (0, missing)),
-        )
+        kept = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
+        k, v, key_mask = *(F.pad(t, (0, 0, 0, missing)) for t in (k, v)), F.pad(kept, (0, missing))
     return k, v, key_mask

@@ -21,6 +21,7 @@ ISAS = ("avx512", "avx2", "neon", "baseline")  # best first
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CALL = struct.Struct("=13qd6q5q24qq12q")  # struct cosformer_call
 _GRADS = struct.Struct("=36q2q")  # struct cosformer_grads
+_CONVOLUTION = struct.Struct("=8q12q2q")  # struct cosformer_convolution_call
 _ABSENT = (0,) * 6  # a tensor that is not there
 _CPU = torch.device("cpu")
 
@@ -49,14 +50,15 @@ class _Kernel:
         self.isa = isa
         library = ctypes.CDLL(str(_path(isa)))
         library.cosformer_abi.restype = ctypes.c_int64
-        if library.cosformer_abi() != _CALL.size * 1000 + _GRADS.size:
+        if library.cosformer_abi() != (_CALL.size * 1000 + _GRADS.size) * 1000 + _CONVOLUTION.size:
             raise RuntimeError(
                 f"{_path(isa)} was built from other sources than this module; install the package again"
             )
         self.supports = library.cosformer_cpu_supports
         self.forward = library.cosformer_forward
         self.backward = library.cosformer_backward
-        self.supports.argtypes = self.forward.argtypes = [ctypes.c_char_p]
+        self.convolution = library.cosformer_convolution
+        self.supports.argtypes = self.forward.argtypes = self.convolution.argtypes = [ctypes.c_char_p]
         self.backward.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
 
 
@@ -219,6 +221,36 @@ def backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> Grads:
     if ddecay is not None:
         ddecay = (ddecay if x.decay.ndim == 3 else ddecay.sum((0, 2))).to(x.decay.dtype)
     return Grads(dq.to(x.q.dtype), dk.to(x.k.dtype), dv.to(x.v.dtype), ddecay, dstate)
+
+
+# The short convolution of a layer (ops/convolution.py)
+
+
+def convolves(x: torch.Tensor) -> bool:
+    """Whether the kernel takes this tensor (B, L, C)."""
+    return x.is_cpu and x.dtype in _DTYPES and not x.is_neg() and not isinstance(_loaded(), str)
+
+
+def convolve(x, taps, ahead, boundaries) -> torch.Tensor:
+    """x (B, L, C) with taps (width, C), in float32, -> (B, L, C)."""
+    y = torch.empty(x.shape, dtype=x.dtype)
+    _check(_kernel().convolution(_convolution(x, y, len(taps), ahead, boundaries, taps, None)))
+    return y
+
+
+def convolution_weight_gradient(x, dy, width, ahead, boundaries) -> torch.Tensor:
+    """The gradient (width, C) of the taps, in float32."""
+    parts = torch.zeros((torch.get_num_threads(), width, x.shape[2]), dtype=torch.float32)
+    _check(_kernel().convolution(_convolution(x, dy, width, ahead, boundaries, None, parts)))
+    return parts.sum(0)
+
+
+def _convolution(x, y, width, ahead, boundaries, taps, parts) -> bytes:
+    (B, L, C), threads = x.shape, torch.get_num_threads()
+    sequences = (0, 0) if boundaries is None else (len(boundaries) - 1, boundaries.data_ptr())
+    tensors = [(t.data_ptr(), _DTYPES[t.dtype], t.stride(0), 0, t.stride(1), t.stride(2)) for t in (x, y)]
+    pointers = (0 if t is None else t.data_ptr() for t in (taps, parts))
+    return _CONVOLUTION.pack(B, L, C, width, ahead, threads, *sequences, *tensors[0], *tensors[1], *pointers)
 
 
 BACKEND = Backend(forward, backward, ("cpu",), tuple(_DTYPES), range(1, 257), problem, info)

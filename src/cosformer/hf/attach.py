@@ -18,6 +18,7 @@ def attach(model: PreTrainedModel, name: str, **options) -> PreTrainedModel:
 
     >>> attach(AutoModelForCausalLM.from_config(config), "performer", features=128)
     """
+    enter_mixer(name)
     for module in model.modules():
         if hasattr(module, "is_causal") and hasattr(module, "config"):  # the mark of what calls the interface
             module.mixer = _build(module, name, options)
@@ -52,10 +53,10 @@ def attention(
     return out.transpose(1, 2), None
 
 
-def register() -> None:
-    for name in mixers.names():
-        AttentionInterface.register(f"cosformer:{name}", attention)
-        AttentionMaskInterface.register(f"cosformer:{name}", mask)
+def enter_mixer(name: str) -> None:
+    """Make a mixer known to transformers."""
+    AttentionInterface.register(f"cosformer:{name}", attention)
+    AttentionMaskInterface.register(f"cosformer:{name}", mask)
 
 
 def _build(module: Any, name: str, options: dict) -> nn.Module:
@@ -63,5 +64,10 @@ def _build(module: Any, name: str, options: dict) -> nn.Module:
     heads = getattr(module, "num_heads", config.num_attention_heads)
     size = getattr(module, "head_dim", config.hidden_size // heads)
     mixer = mixers.build(name, heads=heads, head_dim=size, max_length=max_positions(config), **options)
+    if mixer.reads_input:
+        raise ValueError(
+            f"mixer {name!r} reads the layer's input, which transformers hands to no attention function; "
+            "attach one that does not, such as cosformer-ladder, or use a Cosformer model type"
+        )
     weight = next(module.parameters())
     return mixer.to(weight.device, weight.dtype)
