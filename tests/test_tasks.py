@@ -162,10 +162,7 @@ def test_published_sizes_come_with_every_arena_task(tmp_path):
     for name in LRA:
         task = tasks.build(name, **make(name, tmp_path), cache=tmp_path / "c")
         assert asdict(task.published) == asdict(PUBLISHED[name])
-        assert (
-            task.published.extra_parameters == 0.10
-            and task.published.attention_width % task.published.heads == 0
-        )
+        assert task.published.width % task.published.heads == 0
 
 
 # recall and the toys
@@ -290,17 +287,17 @@ def test_every_form_of_cifar_gives_the_same_pixels(tmp_path):
     ]
     assert [len(s) for s in (built[0].train, built[0].validation, built[0].test)] == [90, 10, 20]
     expected = np.random.default_rng(1).integers(0, 256, (20, 1024), dtype=np.uint8)
-    found = built[2].train.flat("input_ids").reshape(90, 1024)[:20].astype(int) - 5
+    found = built[2].train.values("input_ids").reshape(90, 1024)[:20].astype(int) - 5
     np.testing.assert_array_equal(found, expected)
     for other in built[:2]:
         # The weights of red, green and blue sum to 0.9999, so equal channels come out within one level.
         assert (
             np.abs(
-                other.train.flat("input_ids").astype(int) - built[2].train.flat("input_ids").astype(int)
+                other.train.values("input_ids").astype(int) - built[2].train.values("input_ids").astype(int)
             ).max()
             <= 1
         )
-        np.testing.assert_array_equal(other.test.numbers("labels"), built[2].test.numbers("labels"))
+        np.testing.assert_array_equal(other.test.values("labels"), built[2].test.values("labels"))
 
 
 class Harmful:

@@ -102,12 +102,12 @@ def test_classes_balance_and_sets_depend_on_the_seed_only(tmp_path):
     small = {"difficulty": "easy", "examples": (400, 20, 20)}
     task = build("pathfinder", cache=tmp_path / "a", **small)
     again = build("pathfinder", cache=tmp_path / "b", **small)
-    labels = task.train.numbers("labels")
+    labels = task.train.values("labels")
     assert abs(labels.mean() - 0.5) < 4 * 0.5 / 400**0.5
-    assert (task.train.flat("input_ids") == again.train.flat("input_ids")).all()
+    assert (task.train.values("input_ids") == again.train.values("input_ids")).all()
     other = build("pathfinder", cache=tmp_path / "b", seed=1, **small)
-    assert (task.train.flat("input_ids") != other.train.flat("input_ids")).any()
-    images = task.train.flat("input_ids").reshape(400, -1)
+    assert (task.train.values("input_ids") != other.train.values("input_ids")).any()
+    images = task.train.values("input_ids").reshape(400, -1)
     assert len(np.unique(images, axis=0)) == 400
     assert task.max_length == 1024 and images.shape[1] == 1024 and images.max() < task.vocab_size
     # Brightness must not tell the class.
