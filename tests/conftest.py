@@ -2,7 +2,10 @@
 
 import importlib
 import itertools
+import lzma
+import pickle
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -79,3 +82,49 @@ def poison(monkeypatch):
         ((torch.Tensor, n) for n in ("new_empty", "new_empty_strided")),
     ):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+# Made-up files in the form of Long-Range Arena's, for the tasks and whatever trains on them.
+
+
+def imdb(folder):
+    folder.mkdir()
+    for split in ("train", "test"):
+        lines = [
+            f'{i % 2}\t{i % 10}\t{i}\tA "{split}" film, {"great" if i % 2 else "dull"}. {"x" * (i * 40)}\n'
+            for i in range(30)
+        ]
+        (folder / f"{split}.tsv.xz").write_bytes(lzma.compress("".join(lines).encode()))
+    return folder
+
+
+def aan(folder):
+    folder.mkdir()
+    for split in ("train", "eval", "test"):
+        lines = [f"{i % 2}.0\tP{i}\tQ{i}\tpaper {i} in {split}\tanother paper {i}\n" for i in range(12)]
+        (folder / f"new_aan_pairs.{split}.tsv").write_text("".join(lines))
+    return folder
+
+
+def cifar(folder, form="binary", count=20):
+    """The same made-up images in any of the three forms; channels equal, so that grey is exact."""
+    folder.mkdir()
+    for name, seed in [*((f"data_batch_{i}", i) for i in range(1, 6)), ("test_batch", 6)]:
+        rng = np.random.default_rng(seed)
+        grey, labels = (
+            rng.integers(0, 256, (count, 1024), dtype=np.uint8),
+            rng.integers(0, 10, count, dtype=np.uint8),
+        )
+        colour = np.tile(grey, 3)
+        if form == "binary":
+            np.concatenate([labels[:, None], colour], 1).tofile(folder / f"{name}.bin")
+        elif form == "python":
+            (folder / name).write_bytes(pickle.dumps({b"data": colour, b"labels": labels.tolist()}))
+        else:
+            from PIL import Image
+
+            stem = "test" if name == "test_batch" else f"train_{name[-1]}"
+            Image.fromarray(grey.reshape(-1, 32)).save(folder / f"{stem}.png")
+            with open(folder / f"{stem[:5].rstrip('_')}_labels.u8", "ab") as file:
+                labels.tofile(file)
+    return folder

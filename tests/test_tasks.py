@@ -1,6 +1,5 @@
-"""One contract over every task; recall, copy, reverse and the generated tables; Long-Range Arena from fabricated files."""
+"""One contract over every task; recall, copy, reverse, generated tables; Long-Range Arena from made-up files."""
 
-import lzma
 import pickle
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 import torch
+from conftest import aan, cifar, imdb
 
 from cosformer import tasks
 from cosformer.tasks.generated import BAD, GOOD, dates, reviews
@@ -16,49 +16,6 @@ from cosformer.tasks.published import PUBLISHED
 
 LRA = ("listops", "text", "retrieval", "image", "pathfinder")
 few = (40, 8, 8)
-
-
-def imdb(folder):
-    folder.mkdir()
-    for split in ("train", "test"):
-        lines = [
-            f'{i % 2}\t{i % 10}\t{i}\tA "{split}" film, {"great" if i % 2 else "dull"}. {"x" * (i * 40)}\n'
-            for i in range(30)
-        ]
-        (folder / f"{split}.tsv.xz").write_bytes(lzma.compress("".join(lines).encode()))
-    return folder
-
-
-def aan(folder):
-    folder.mkdir()
-    for split in ("train", "eval", "test"):
-        lines = [f"{i % 2}.0\tP{i}\tQ{i}\tpaper {i} in {split}\tanother paper {i}\n" for i in range(12)]
-        (folder / f"new_aan_pairs.{split}.tsv").write_text("".join(lines))
-    return folder
-
-
-def cifar(folder, form="binary", count=20):
-    """The same made-up images in any of the three forms; channels equal, so that grey is exact."""
-    folder.mkdir()
-    for name, seed in [*((f"data_batch_{i}", i) for i in range(1, 6)), ("test_batch", 6)]:
-        rng = np.random.default_rng(seed)
-        grey, labels = (
-            rng.integers(0, 256, (count, 1024), dtype=np.uint8),
-            rng.integers(0, 10, count, dtype=np.uint8),
-        )
-        colour = np.tile(grey, 3)
-        if form == "binary":
-            np.concatenate([labels[:, None], colour], 1).tofile(folder / f"{name}.bin")
-        elif form == "python":
-            (folder / name).write_bytes(pickle.dumps({b"data": colour, b"labels": labels.tolist()}))
-        else:
-            from PIL import Image
-
-            stem = "test" if name == "test_batch" else f"train_{name[-1]}"
-            Image.fromarray(grey.reshape(-1, 32)).save(folder / f"{stem}.png")
-            with open(folder / f"{stem[:5].rstrip('_')}_labels.u8", "ab") as file:
-                labels.tofile(file)
-    return folder
 
 
 def make(name, folder):

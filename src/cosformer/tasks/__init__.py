@@ -8,12 +8,12 @@ import importlib
 import inspect
 from typing import Any
 
-from .contract import KINDS, SPLITS, DataError, Special, Task
+from .contract import IGNORE, KINDS, SPLITS, DataError, Special, Task
 from .packing import cu_seqlens
 from .pretrain import pretraining
 
-__all__ = ["KINDS", "SPLITS", "DataError", "Special", "Task", "build", "cu_seqlens", "names", "pretraining",
-           "settings"]  # fmt: skip
+__all__ = ["IGNORE", "KINDS", "SPLITS", "DataError", "Special", "Task", "build", "cu_seqlens", "names",
+           "pretraining", "settings"]  # fmt: skip
 _MODULES = {
     **dict.fromkeys(("lm", "mlm"), "language"),
     **dict.fromkeys(("classify", "text", "retrieval"), "classification"),
