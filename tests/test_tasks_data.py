@@ -1,4 +1,4 @@
-"""Reading, splitting, tokenising, packing and caching: what goes in comes out, once, whole, and nothing leaks."""
+"""Reading, splitting, tokenising, packing, caching: what goes in comes out, once, and nothing leaks."""
 
 import gzip
 import json
@@ -17,8 +17,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cosformer.tasks import DataError, build, cu_seqlens
-from cosformer.tasks.corpus import Corpus
 from cosformer.tasks.collate import Collate
+from cosformer.tasks.corpus import Corpus
 from cosformer.tasks.packing import Masked, Packed
 from cosformer.tasks.source import Holdout, files, rows
 from cosformer.tasks.table import Table, Writer
@@ -281,7 +281,7 @@ def test_documents_by_separator_by_file_and_by_size(tmp_path):
 
 
 def test_a_name_of_two_splits(tmp_path):
-    """A folder called as a split decides; a file whose name says two is not guessed about, and not left out either."""
+    """A folder called as a split decides; a file whose name says two is not guessed about."""
     for name in ("train/a.txt", "train/test_plan.txt", "test/train-notes.txt", "val/b.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text\n")
@@ -417,7 +417,7 @@ def test_tables_survive_workers(tmp_path):
 
 @pytest.mark.parametrize("lines", [True, False], ids=["lines", "one-line"])
 def test_text_larger_than_the_memory_budget_streams(tmp_path, lines):
-    size, budget = 48 << 20, 6 << 20
+    size, budget = 24 << 20, 6 << 20
     with open(tmp_path / "big.txt", "w") as file:
         for i in range(size >> 10):
             file.write(f"{i:08d} " + "x" * 1014 + ("\n" if lines else " "))
@@ -429,7 +429,7 @@ def test_text_larger_than_the_memory_budget_streams(tmp_path, lines):
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert peak < budget, f"{peak >> 20} MB for a file of {size >> 20} MB"
-    assert len(task.train) > 10_000 and len(item["input_ids"]) == 4096
+    assert len(task.train) > 5_000 and len(item["input_ids"]) == 4096
 
 
 # everything that can be wrong with a file

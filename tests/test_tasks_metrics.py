@@ -24,7 +24,7 @@ def predicted(predictions, labels=None):
 
 
 def test_perplexity_and_bits_per_byte_by_hand():
-    # Three tokens; probabilities given to the right one: 1/2, 1/4 (and 1/2 elsewhere), at positions the labels shift to.
+    # Three tokens; what the right one gets at the positions the labels shift to: 1/2, 1/4 and 0.6.
     logits = torch.log(
         torch.tensor(
             [
@@ -96,7 +96,7 @@ def test_seq2seq_metrics_tell_teacher_forcing_from_generation():
 
 
 def test_evaluation_by_the_trainer_gives_the_same_numbers(tmp_path):
-    """A tiny real model through transformers.Trainer: sliding windows score every token once, with the model's own loss."""
+    """A tiny real model through transformers.Trainer: sliding windows score every token once."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
     from cosformer.tasks import build
