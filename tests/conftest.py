@@ -1,9 +1,12 @@
 """What every test shares: fresh memory is poisoned with NaN, seeds are fixed, the backends to run on are named once."""
 
 import itertools
+import lzma
+import pickle
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
@@ -165,3 +168,49 @@ def byte_tokenizer():
 def python_of(page: Path) -> list[str]:
     """The Python of a page of the documentation, block by block."""
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
+
+
+# Made-up files in the form of Long-Range Arena's, for the tasks and whatever trains on them.
+
+
+def imdb(folder):
+    folder.mkdir()
+    for split in ("train", "test"):
+        lines = [
+            f'{i % 2}\t{i % 10}\t{i}\tA "{split}" film, {"great" if i % 2 else "dull"}. {"x" * (i * 40)}\n'
+            for i in range(30)
+        ]
+        (folder / f"{split}.tsv.xz").write_bytes(lzma.compress("".join(lines).encode()))
+    return folder
+
+
+def aan(folder):
+    folder.mkdir()
+    for split in ("train", "eval", "test"):
+        lines = [f"{i % 2}.0\tP{i}\tQ{i}\tpaper {i} in {split}\tanother paper {i}\n" for i in range(12)]
+        (folder / f"new_aan_pairs.{split}.tsv").write_text("".join(lines))
+    return folder
+
+
+def cifar(folder, form="binary", count=20):
+    """The same made-up images in any of the three forms; channels equal, so that grey is exact."""
+    folder.mkdir()
+    for name, seed in [*((f"data_batch_{i}", i) for i in range(1, 6)), ("test_batch", 6)]:
+        rng = np.random.default_rng(seed)
+        grey, labels = (
+            rng.integers(0, 256, (count, 1024), dtype=np.uint8),
+            rng.integers(0, 10, count, dtype=np.uint8),
+        )
+        colour = np.tile(grey, 3)
+        if form == "binary":
+            np.concatenate([labels[:, None], colour], 1).tofile(folder / f"{name}.bin")
+        elif form == "python":
+            (folder / name).write_bytes(pickle.dumps({b"data": colour, b"labels": labels.tolist()}))
+        else:
+            from PIL import Image
+
+            stem = "test" if name == "test_batch" else f"train_{name[-1]}"
+            Image.fromarray(grey.reshape(-1, 32)).save(folder / f"{stem}.png")
+            with open(folder / f"{stem[:5].rstrip('_')}_labels.u8", "ab") as file:
+                labels.tofile(file)
+    return folder

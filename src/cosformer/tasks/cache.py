@@ -1,4 +1,4 @@
-"""Where prepared data lives: folders named by the content and settings they were made from, written whole or not at all."""
+"""Prepared data: folders named by the content and settings they come from, written whole or not at all."""
 
 import hashlib
 import json
@@ -8,7 +8,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-LAYOUT = 1  # part of every key: raise it when what is written, or what a setting means, changes
+LAYOUT = 2  # part of every key: raise it when what is written, or what a setting means, changes
 
 
 def root(cache: str | os.PathLike | None = None) -> Path:
@@ -19,11 +19,8 @@ def root(cache: str | os.PathLike | None = None) -> Path:
 
 def digest(path: Path) -> str:
     """The file's content as one short string."""
-    hasher = hashlib.blake2b(digest_size=16)
     with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            hasher.update(block)
-    return hasher.hexdigest()
+        return hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
 
 
 def prepared(
@@ -31,8 +28,9 @@ def prepared(
 ) -> Path:
     """The folder `make` filled for these settings, made now if it is not there yet.
 
-    It is filled under another name and renamed when complete, so no reader ever sees a part of it, and several processes may
-    ask at once. `settings` must hold everything the result depends on: the content of files by digest, never by path.
+    It is filled under another name and renamed when complete, so no reader ever sees a part of it, and
+    several processes may ask at once. `settings` must hold everything the result depends on: the content of
+    files by digest, never by path.
     """
     text = json.dumps({"layout": LAYOUT, **settings}, sort_keys=True)
     folder = root(cache) / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"

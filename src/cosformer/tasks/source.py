@@ -1,7 +1,8 @@
-"""Reads what a user points at: text, CSV, TSV, JSONL (plain, .gz or .xz), a folder of these, or a saved Hugging Face dataset.
+"""Reads what a user points at: text, CSV, TSV, JSONL (also .gz, .xz), folders of these, saved datasets.
 
-Everything streams, and whatever is wrong is said with file and line. TSV has no quoting, as GLUE, IMDB and Long-Range Arena
-publish it; CSV has the usual one. The standard csv and json modules parse, because they know the line they are on.
+Everything streams, and whatever is wrong is said with file and line. TSV has no quoting, as GLUE, IMDB and
+Long-Range Arena publish it; CSV has the usual one. The standard csv and json modules parse, because they know
+the line they are on. The parsers behind Hugging Face's datasets do not, and read NA, or a short row, as None.
 """
 
 import codecs
@@ -15,30 +16,23 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
 from .cache import digest
+from .contract import SPLITS, DataError
 
-SPLITS = ("train", "validation", "test")
 SPLIT_WORDS = {
-    "train": ("train", "training"),
-    "validation": ("valid", "validation", "val", "dev", "eval"),
-    "test": ("test", "testing"),
+    "train": {"train", "training"},
+    "validation": {"valid", "validation", "val", "dev", "eval"},
+    "test": {"test", "testing"},
 }
 TABLES = (".csv", ".tsv", ".jsonl")
 PACKED: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 PIECE = 1 << 18  # bytes read at once
-
-
-class DataError(ValueError):
-    """What is wrong with the data, and where: `path:line: what`."""
-
-    def __init__(self, what: str, *, path: Any = None, line: int | None = None):
-        where = "" if path is None else f"{path}: " if line is None else f"{path}:{line}: "
-        super().__init__(where + what)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +46,30 @@ class Row:
     def error(self, what: str) -> DataError:
         return DataError(what, path=self.path, line=self.line)
 
-    def text(self, column: str) -> str:
-        value = self.fields[column]
+    def column(self, asked: str | None, usual: Sequence[str], *, argument: str) -> str:
+        """The column to use: the one asked for, or the first of the usual names."""
+        known = usual if asked is None else (asked,)
+        lowered = {name.lower(): name for name in self.fields}
+        for name in known:
+            if name in self.fields or name.lower() in lowered:
+                return name if name in self.fields else lowered[name.lower()]
+        raise self.error(
+            f"no column named {' or '.join(known)}; found {', '.join(map(str, self.fields))}. "
+            f"Pass {argument}=..., or columns=... to name the columns of a file without a header"
+        )
+
+    def text(self, asked: str | None, usual: Sequence[str] = (), *, argument: str = "text") -> str:
+        """The text of a column; see `column`."""
+        name = self.column(asked, usual, argument=argument)
+        value = self.fields[name]
         if not isinstance(value, str) or not value.strip():
-            raise self.error(f"column {column!r} must hold text; got {value!r}")
+            raise self.error(f"column {name!r} must hold text; got {value!r}")
         return value
 
 
 def form(path: Path) -> str:
-    """The suffix that says how to read a file, without its compression: '.csv', '.tsv', '.jsonl', or another for text."""
-    return Path(path.stem).suffix.lower() if path.suffix.lower() in PACKED else path.suffix.lower()
+    """The suffix that says how to read a file, without its compression's: of TABLES, or another for text."""
+    return Path(path.stem if path.suffix.lower() in PACKED else path).suffix.lower()
 
 
 def is_saved_dataset(path: Path) -> bool:
@@ -78,50 +86,42 @@ def locate(data: Any) -> Path:
 
 
 def files(data: Any) -> dict[str, list[Path]]:
-    """The files of each split, by words in their names (`train.txt`, `x_val.tsv`, `test/...`); {"all": [...]} if none says.
+    """The files of each split, by words in their names (`train.txt`, `x_val.tsv`, `test/...`), or of "all".
 
-    Hidden files are left out, and so are files that name no split when others do. A folder called as a split has all that is in it.
+    Hidden files are left out, and so are files that name no split when others do. A folder called as a split
+    has all that is in it.
     """
     path = locate(data)
     if path.is_file():
         return {"all": [path]}
-    found = sorted(
-        p
-        for p in path.rglob("*")
-        if p.is_file() and not any(part[0] == "." for part in p.relative_to(path).parts)
-    )
-    if not found:
+    found = {p.relative_to(path): p for p in sorted(path.rglob("*")) if p.is_file()}
+    named = {p: _splits_of(name) for name, p in found.items() if not any(x[0] == "." for x in name.parts)}
+    if not named:
         raise DataError("the folder holds no files", path=path)
-    splits: dict[str, list[Path]] = {}
-    unclear: list[tuple[Path, list[str]]] = []
-    for file in found:
-        name = file.relative_to(path)
-        folders = [
-            split for split in SPLITS for folder in name.parts[:-1] if folder.lower() in SPLIT_WORDS[split]
-        ]
-        words = set(re.split(r"[^a-z]+", str(name).lower()))
-        named = folders[:1] or [split for split in SPLITS if words & set(SPLIT_WORDS[split])]
-        if len(named) > 1:
-            unclear.append((file, named))
-        elif named:
-            splits.setdefault(named[0], []).append(file)
-    if "train" not in splits:
-        return {"all": found}
-    if unclear:
-        file, named = unclear[0]
-        raise DataError(
-            f"the name says {' and '.join(named)}; rename it, so that it is one of them", path=file
-        )
-    return splits
+    if ["train"] not in named.values():
+        return {"all": list(named)}
+    for file, splits in named.items():
+        if len(splits) > 1:
+            said = " and ".join(splits)
+            raise DataError(f"the name says {said}; rename it, so that it is one of them", path=file)
+    members = {split: [file for file, splits in named.items() if splits == [split]] for split in SPLITS}
+    return {split: mine for split, mine in members.items() if mine}
+
+
+def _splits_of(name: Path) -> list[str]:
+    """The splits that a file's name speaks of; a folder's name decides."""
+    folders = {folder.lower() for folder in name.parts[:-1]}
+    if inside := [split for split in SPLITS if folders & SPLIT_WORDS[split]]:
+        return inside[:1]
+    words = set(re.split(r"[^a-z]+", str(name).lower()))
+    return [split for split in SPLITS if words & SPLIT_WORDS[split]]
 
 
 def fingerprint(data: Any) -> list[list[str]]:
     """What the data is, for the cache: every file's split and content."""
     path = locate(data)
-    if path.is_dir() and is_saved_dataset(path):
-        return [
-            ["saved", str(p.relative_to(path)), digest(p)] for p in sorted(path.rglob("*")) if p.is_file()
-        ]
+    if is_saved_dataset(path):
+        return [[str(p.relative_to(path)), digest(p)] for p in sorted(path.rglob("*")) if p.is_file()]
     return [[split, form(file), digest(file)] for split, members in files(path).items() for file in members]
 
 
@@ -137,15 +137,11 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 def undecodable(error: UnicodeDecodeError, *, path: Path, line: int) -> DataError:
     """Says which byte, on which line, is not UTF-8."""
-    hint = (
-        " (UTF-16 by its first bytes)"
-        if error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-        else ""
-    )
+    utf16 = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    hint = " (UTF-16 by its first bytes)" if utf16 else ""
     line += error.object[: error.start].count(b"\n")
-    return DataError(
-        f"byte 0x{error.object[error.start]:02x} is not UTF-8{hint}; only UTF-8 is read", path=path, line=line
-    )
+    byte = f"byte 0x{error.object[error.start]:02x}"
+    return DataError(f"{byte} is not UTF-8{hint}; only UTF-8 is read", path=path, line=line)
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
@@ -160,21 +156,17 @@ def lines(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def pieces(path: Path) -> Iterator[str]:
-    """The text of a file in pieces: `PIECE` bytes and the rest of the line, as far as another `PIECE` reaches."""
+    """The text of a file in pieces: `PIECE` bytes and the rest of the line, up to another `PIECE`."""
     decoder, line = codecs.getincrementaldecoder("utf-8-sig")(), 1
     with opened(path) as file:
-        while block := file.read(PIECE):
-            block += file.readline(PIECE)
-            try:
-                text = decoder.decode(block)
-            except UnicodeDecodeError as error:
-                raise undecodable(error, path=path, line=line) from None
-            line += block.count(b"\n")
-            yield text
-    try:
-        decoder.decode(b"", final=True)
-    except UnicodeDecodeError as error:
-        raise undecodable(error, path=path, line=line) from None
+        try:
+            while block := file.read(PIECE):
+                block += file.readline(PIECE)
+                yield decoder.decode(block)
+                line += block.count(b"\n")
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError as error:
+            raise undecodable(error, path=path, line=line) from None
 
 
 def _tsv(path: Path) -> Iterator[tuple[int, list[str]]]:
@@ -184,16 +176,13 @@ def _tsv(path: Path) -> Iterator[tuple[int, list[str]]]:
 def _csv(path: Path) -> Iterator[tuple[int, list[str]]]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a field may be a whole document
     start, reader = 1, csv.reader((line + "\n" for _, line in lines(path)), strict=True)
-    while True:
-        try:
-            record = next(reader, None)
-        except csv.Error as error:
-            raise DataError(f"not CSV: {error}", path=path, line=start) from None
-        if record is None:
-            return
-        if record:
-            yield start, [field.removesuffix("\n") for field in record]
-        start = reader.line_num + 1
+    try:
+        for record in reader:
+            if record:
+                yield start, [field.removesuffix("\n") for field in record]
+            start = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(f"not CSV: {error}", path=path, line=start) from None
 
 
 def _jsonl(path: Path) -> Iterator[Row]:
@@ -203,138 +192,95 @@ def _jsonl(path: Path) -> Iterator[Row]:
         try:
             fields = json.loads(line)
         except json.JSONDecodeError as error:
-            raise DataError(
-                f"not JSON: {error.msg} at column {error.colno}", path=path, line=number
-            ) from None
+            what = f"not JSON: {error.msg} at column {error.colno}"
+            raise DataError(what, path=path, line=number) from None
         if not isinstance(fields, dict):
             raise DataError(f"expected a JSON object, got {type(fields).__name__}", path=path, line=number)
         yield Row(path, number, fields)
 
 
-def rows(path: Path, *, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """The records of a CSV, TSV or JSONL file. `columns` names the fields of a file whose first line is data already."""
-    if form(path) not in TABLES:
-        raise DataError(f"expected one of {', '.join(TABLES)} (also .gz, .xz), got {path.name!r}", path=path)
-    if form(path) == ".jsonl":
-        records = _jsonl(path)
-    else:
-        records = _records(path, _csv(path) if form(path) == ".csv" else _tsv(path), columns)
-    empty = True
-    for record in records:
-        empty = False
-        yield record
-    if empty:
-        raise DataError("no rows", path=path)
-
-
-def _records(
-    path: Path, split_lines: Iterator[tuple[int, list[str]]], columns: Sequence[str] | None
-) -> Iterator[Row]:
-    for number, fields in split_lines:
+def _records(path: Path, columns: Sequence[str] | None) -> Iterator[Row]:
+    for number, fields in _csv(path) if form(path) == ".csv" else _tsv(path):
         if columns is None:
             columns = [field.strip() for field in fields]
             if len(set(columns)) < len(columns):
                 raise DataError(f"a column is named twice in {columns}", path=path, line=number)
             continue
         if len(fields) != len(columns):
-            raise DataError(
-                f"expected {len(columns)} fields ({', '.join(columns)}), got {len(fields)}",
-                path=path,
-                line=number,
-            )
+            expected = f"expected {len(columns)} fields ({', '.join(columns)})"
+            raise DataError(f"{expected}, got {len(fields)}", path=path, line=number)
         yield Row(path, number, dict(zip(columns, fields)))
 
 
-def tables(data: Any, *, columns: Sequence[str] | None = None) -> dict[str, Iterable[Row]]:
-    """The records of each split of `data`; {"all": ...} where nothing says which split."""
-    path = locate(data)
-    if path.is_dir() and is_saved_dataset(path):
-        return {split: _Saved(path, part) for split, part in saved(path).items()}
-    return {split: _Files(members, columns) for split, members in files(path).items()}
+def rows(path: Path, *, columns: Sequence[str] | None = None) -> Iterator[Row]:
+    """The records of a CSV, TSV or JSONL file. `columns` names the fields of a file without a header."""
+    if form(path) not in TABLES:
+        raise DataError(f"expected one of {', '.join(TABLES)} (also .gz, .xz), got {path.name!r}", path=path)
+    records = _jsonl(path) if form(path) == ".jsonl" else _records(path, columns)
+    first = next(records, None)
+    if first is None:
+        raise DataError("no rows", path=path)
+    yield first
+    yield from records
 
 
-@dataclass(frozen=True)
-class _Files:
-    """The rows of several files; iterating again reads again."""
-
-    paths: list[Path]
-    columns: Sequence[str] | None
-
-    def __iter__(self) -> Iterator[Row]:
-        for path in self.paths:
-            yield from rows(path, columns=self.columns)
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """The rows of a saved Hugging Face dataset; the row's number is its line."""
-
-    path: Path
-    part: Any
-
-    def __iter__(self) -> Iterator[Row]:
-        return (Row(self.path, number, fields) for number, fields in enumerate(self.part, 1))
-
-
-def saved(path: Path) -> dict[str, Any]:
-    """The splits of a folder that `save_to_disk` made, under our names."""
+def saved(path: Path) -> dict[str, Iterable[Row]]:
+    """The splits of a folder that `save_to_disk` made, under our names; a row's number is its line."""
     import datasets
 
     loaded = datasets.load_from_disk(str(path))
-    if not isinstance(loaded, datasets.DatasetDict):
-        return {"all": loaded}
-    splits = {ours: loaded[name] for ours, names in SPLIT_WORDS.items() for name in names if name in loaded}
-    if "train" not in splits:
-        raise DataError(f"no split named train; found {', '.join(loaded)}", path=path)
-    return splits
-
-
-def column(row: Row, asked: str | None, known: Sequence[str], *, argument: str) -> str:
-    """The column to use: the one asked for, or the first of the usual names; the error lists what is there."""
-    if asked is not None:
-        known = (asked,)
-    lowered = {name.lower(): name for name in row.fields}
-    for name in known:
-        if name in row.fields or name.lower() in lowered:
-            return name if name in row.fields else lowered[name.lower()]
-    raise row.error(
-        f"no column named {' or '.join(known)}; found {', '.join(map(str, row.fields))}. Pass {argument}=..., "
-        "or columns=... to name the columns of a file without a header"
-    )
+    parts = {"all": loaded}
+    if isinstance(loaded, datasets.DatasetDict):
+        parts = {ours: loaded[name] for ours in SPLITS for name in loaded if name in SPLIT_WORDS[ours]}
+        if "train" not in parts:
+            raise DataError(f"no split named train; found {', '.join(loaded)}", path=path)
+    return {
+        split: (Row(path, number, fields) for number, fields in enumerate(part, 1))
+        for split, part in parts.items()
+    }
 
 
 class Holdout:
-    """Which split the n-th record goes to where the data does not say: one in every `1 / share` for validation, one for test.
+    """Which split the n-th record of a part goes to, where the data does not name all splits.
 
-    Exact in every block of `1 / share` records, random within it, and needs no count beforehand.
+    One in every `1 / share` records is held out for validation, one for test: exact in every block of so
+    many, random within it, and no count is needed beforehand. Without a share every part keeps its own.
     """
 
-    def __init__(self, *, share: float, seed: int):
-        if not 0 < share <= 1 / 3:
+    def __init__(self, parts: Iterable[str], *, share: float | None, seed: int):
+        if share is not None and not 0 < share <= 1 / 3:
             raise ValueError(f"holdout must lie in (0, 1/3]; got {share}")
-        self.block, self.seed = round(1 / share), seed
-        self._number, self._chosen = -1, (0, 0)
+        self.missing = [split for split in SPLITS if split not in parts] if share else []
+        self.block, self.seed = round(1 / (share or 1)), seed
+        self._number = -1
+        self._chosen: dict[int, str] = {}
 
-    def __call__(self, index: int) -> str:
+    def __call__(self, part: str, index: int) -> str:
+        if not self.missing or part not in ("all", "train"):
+            return part
         if index // self.block != self._number:
             self._number = index // self.block
             rng = np.random.default_rng((self.seed, self._number))
-            self._chosen = tuple(rng.choice(self.block, 2, replace=False))
-        place = index % self.block
-        return "validation" if place == self._chosen[0] else "test" if place == self._chosen[1] else "train"
+            self._chosen = dict(zip(rng.choice(self.block, 2, replace=False).tolist(), SPLITS[1:]))
+        split = self._chosen.get(index % self.block, "train")
+        return split if split in self.missing else "train"
 
 
 def split_rows(
-    parts: dict[str, Iterable[Row]], *, holdout: float | None, seed: int
+    data: Any, *, columns: Sequence[str] | None = None, holdout: float | None, seed: int
 ) -> Iterator[tuple[str, Row]]:
-    """Every record with its split: the data's own where it names them, else held out from what there is (None: nothing is)."""
+    """Every record with its split: its own where the data names them, else held out (None: nothing is)."""
+    path = locate(data)
+    if is_saved_dataset(path):
+        parts = saved(path)
+    else:
+        parts = {
+            split: chain.from_iterable(rows(file, columns=columns) for file in members)
+            for split, members in files(path).items()
+        }
     if holdout is None and "all" in parts:
         raise DataError("expected a folder with files named train and test")
-    missing = [split for split in SPLITS if split not in parts] if holdout else []
-    for name, records in parts.items():
-        assign = (
-            Holdout(share=holdout, seed=seed) if holdout and missing and name in ("all", "train") else None
-        )
+    assign = Holdout(parts, share=holdout, seed=seed)
+    for part, records in parts.items():
         for index, row in enumerate(records):
-            split = assign(index) if assign else name
-            yield (split if split in missing or name == "all" else name), row
+            yield assign(part, index), row

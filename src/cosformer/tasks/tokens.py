@@ -1,7 +1,6 @@
 """Text to ids: bytes, any Hugging Face tokenizer by path, or a byte-level BPE trained on the data."""
 
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,7 @@ from typing import Any
 import numpy as np
 
 from .cache import prepared
-from .contract import Special
-from .source import DataError
+from .contract import DataError, Special
 
 BYTES = 256
 
@@ -28,13 +26,10 @@ class Encoder:
 
     def __init__(self, tokenizer: Any, *, is_bytes: bool = False):
         self.tokenizer, self.is_bytes = tokenizer, is_bytes
-        missing = {"pad_token": tokenizer.pad_token, "mask_token": tokenizer.mask_token}
-        missing["eos_token"] = tokenizer.eos_token or tokenizer.sep_token
-        missing = {
-            role: "<" + role.removesuffix("_token") + ">" for role, token in missing.items() if token is None
-        }
-        if missing:
-            tokenizer.add_special_tokens(missing)
+        has = {"pad": tokenizer.pad_token, "mask": tokenizer.mask_token}
+        has["eos"] = tokenizer.eos_token or tokenizer.sep_token
+        if missing := [role for role, token in has.items() if token is None]:
+            tokenizer.add_special_tokens({f"{role}_token": f"<{role}>" for role in missing})
         first = [tokenizer.bos_token_id, tokenizer.cls_token_id, tokenizer.eos_token_id]
         last = [tokenizer.eos_token_id, tokenizer.sep_token_id]
         self.special = Special(
@@ -45,7 +40,6 @@ class Encoder:
             mask=tokenizer.mask_token_id,
         )
         self.size = len(tokenizer)
-        self.dtype = "uint16" if self.size <= 1 << 16 else "uint32"
         self._backend = tokenizer.backend_tokenizer
         self._backend.encode_special_tokens = True  # "<mask>" written in a text is text, not the token
         self._backend.no_truncation()
@@ -55,32 +49,36 @@ class Encoder:
         """The text's ids, nothing added."""
         if self.is_bytes:  # the same ids as the tokenizer's, a hundred times faster
             return np.frombuffer(text.encode(), np.uint8).astype(np.uint16) + np.uint16(Special.count)
-        return np.array(self._backend.encode(text, add_special_tokens=False).ids, self.dtype)
+        return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.uint32)
 
     def content(self) -> np.ndarray:
         """Ids that are not special, ascending."""
         return np.setdiff1d(np.arange(self.size), self.tokenizer.all_special_ids)
 
-    def strings(self) -> list[str]:
+    def vocabulary(self) -> str:
+        """All that encoding depends on."""
+        return self._backend.to_str()
+
+    def _strings(self) -> list[str]:
         """Every id's token as written in the vocabulary."""
         return self.tokenizer.convert_ids_to_tokens(list(range(self.size)))
 
     def byte_lengths(self) -> np.ndarray | None:
-        """Bytes of text behind each id (0 for special ones), or None where tokens are not strings of bytes."""
+        """Bytes of text behind each id (0 if special), or None where tokens are not strings of bytes."""
         decoder = json.loads(self._backend.to_str())["decoder"] or {}
         if decoder.get("type") != "ByteLevel":
             return None
-        lengths = np.array([len(token) for token in self.strings()])
+        lengths = np.array([len(token) for token in self._strings()])
         lengths[self.tokenizer.all_special_ids] = 0
         return lengths
 
     def joins(self) -> tuple[np.ndarray, np.ndarray]:
-        """Whether each id may continue a word to its left, and be continued to its right: what whole-word masking asks."""
+        """Whether each id may continue a word to its left, and be continued to its right."""
         byte = {c: b for b, c in enumerate(byte_characters())}
         left, right = np.zeros((2, self.size), bool)
         level, special = self.byte_lengths() is not None, set(self.tokenizer.all_special_ids)
         wordpiece = json.loads(self._backend.to_str())["model"]["type"] == "WordPiece"
-        for index, token in enumerate(self.strings()):
+        for index, token in enumerate(self._strings()):
             if index in special or not token:
                 continue
             if level:
@@ -137,27 +135,27 @@ def _train(texts: Iterable[str], size: int) -> Any:
 def encoder(
     tokenizer: str, *, texts: Iterable[str] = (), key: dict[str, Any] | None = None, cache: Any = None
 ) -> Encoder:
-    """The encoder named by `tokenizer`: "bytes", "bpe:SIZE" trained on `texts` (cached under `key`), or a path.
+    """The encoder named: "bytes", "bpe:SIZE" trained on `texts` (cached under `key`), or a path.
 
-    A path is a folder that transformers can read, a tokenizer.json, or a folder with a bare vocabulary: vocab.json and
-    merges.txt (GPT-2's form) or vocab.txt (BERT's).
+    A path is a folder that transformers can read, a tokenizer.json, or a folder with a bare vocabulary:
+    vocab.json and merges.txt (GPT-2's form) or vocab.txt (BERT's).
     """
     if tokenizer == "bytes":
         return Encoder(byte_tokenizer(), is_bytes=True)
-    if tokenizer.startswith("bpe:"):
-        least = Special.count + BYTES
-        if not tokenizer[4:].isdigit() or int(tokenizer[4:]) < least:
-            raise ValueError(f"tokenizer='bpe:SIZE' needs a SIZE of at least {least}; got {tokenizer!r}")
-        size = int(tokenizer[4:])
+    if not tokenizer.startswith("bpe:"):
+        return Encoder(_from_path(Path(tokenizer).expanduser()))
+    least = Special.count + BYTES
+    if not tokenizer[4:].isdigit() or int(tokenizer[4:]) < least:
+        raise ValueError(f"tokenizer='bpe:SIZE' needs a SIZE of at least {least}; got {tokenizer!r}")
+    size = int(tokenizer[4:])
 
-        def make(folder: Path) -> None:
-            _train(texts, size).save(str(folder / "tokenizer.json"))
+    def make(folder: Path) -> None:
+        _train(texts, size).save(str(folder / "tokenizer.json"))
 
-        from tokenizers import Tokenizer
+    from tokenizers import Tokenizer
 
-        folder = prepared("tokenizer", make, cache=cache, size=size, data=key)
-        return Encoder(_fast(Tokenizer.from_file(str(folder / "tokenizer.json"))))
-    return Encoder(_from_path(Path(tokenizer).expanduser()))
+    folder = prepared("tokenizer", make, cache=cache, size=size, data=key)
+    return Encoder(_fast(Tokenizer.from_file(str(folder / "tokenizer.json"))))
 
 
 def _from_path(path: Path) -> Any:
@@ -165,17 +163,13 @@ def _from_path(path: Path) -> Any:
 
     if path.is_file():
         return PreTrainedTokenizerFast(tokenizer_file=str(path))
-    has = {
-        name
-        for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "vocab.json", "vocab.txt")
-        if (path / name).is_file()
-    }
+    forms = ("tokenizer.json", "tokenizer_config.json", "config.json", "vocab.json", "vocab.txt")
+    has = [name for name in forms if (path / name).is_file()]
     if not has:
-        raise DataError(
-            f"tokenizer={str(path)!r} must be 'bytes', 'bpe:SIZE', or a path to a Hugging Face tokenizer"
-        )
-    if has <= {"vocab.json"}:
-        return GPT2TokenizerFast.from_pretrained(os.fspath(path))
-    if has <= {"vocab.txt"}:
-        return BertTokenizerFast.from_pretrained(os.fspath(path))
-    return AutoTokenizer.from_pretrained(os.fspath(path), local_files_only=True)
+        accepted = "'bytes', 'bpe:SIZE', or a path to a Hugging Face tokenizer"
+        raise DataError(f"tokenizer={str(path)!r} must be {accepted}")
+    if has == ["vocab.json"]:
+        return GPT2TokenizerFast.from_pretrained(str(path))
+    if has == ["vocab.txt"]:
+        return BertTokenizerFast.from_pretrained(str(path))
+    return AutoTokenizer.from_pretrained(str(path), local_files_only=True)

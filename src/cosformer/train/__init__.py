@@ -36,7 +36,6 @@ from transformers.utils import logging
 
 from .. import models, tasks
 from ..tasks.contract import Rows
-from ..tasks.table import Table
 from .loop import UNWRITABLE, Interrupted, Loop, NotFinite, Stopped, last_checkpoint, remove_incomplete
 from .progress import OWN, Bar, Interrupt, Metrics, clock, show, write
 from .settings import DEFAULTS, Run, SettingsError, merge, parse, parser
@@ -337,13 +336,8 @@ def announce(run: Run, task: tasks.Task, model) -> None:
         f"{task.name}, {run.mixer}: {count:,} parameters{more}; {sets} examples of up to {task.max_length:,} tokens",
         flush=True,
     )
-    if isinstance(task.train, Table) and task.tokenizer is not None:
-        full = int((task.train.lengths("input_ids") == task.max_length).sum())
-        if full:
-            print(
-                f"{full:,} training texts reach {task.max_length:,} tokens, where longer ones are cut; --length sets it",
-                flush=True,
-            )
+    for note in task.notes:
+        print(note, flush=True)
 
 
 def scores(trainer: Loop, task: tasks.Task, split: str, *, examples: int | None = None) -> dict[str, float]:
