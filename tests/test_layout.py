@@ -36,18 +36,15 @@ LAW = {
     },  # the constructor checks what the operator would refuse later
     "hf": {"nn", "decay", "mixers", "ops"},
     "tasks": set(),
-    "models": {"hf", "mixers", "tasks"},
-    "train": {"models", "tasks"},
+    "train": {"hf", "mixers", "tasks"},
     "compare": {
         "bench",
         "bench.exactness",
         "bench.measure",
         "bench.models",
-        "models",
         "report",
         "tasks",
         "train",
-        "train.progress",
     },
     "generate": {"hf"},
     "picture": {"mixers", "report"},
@@ -56,7 +53,7 @@ LAW = {
 }
 ONLY_IN = {
     "matplotlib": {"report"},
-    "transformers": {"hf", "tasks", "models", "train", "compare", "generate", "bench"},
+    "transformers": {"hf", "tasks", "train", "compare", "generate", "bench"},
     "datasets": {"tasks"},
     "numpy": {"tasks"},
     "ctypes": {"ops._native"},

@@ -15,8 +15,8 @@ from safetensors.torch import load_file
 from test_tasks import aan, cifar, imdb
 from transformers import TrainerCallback
 
-from cosformer import generate, models, tasks, train
-from cosformer.train import evaluate, finetune, loop
+from cosformer import generate, tasks, train
+from cosformer.train import evaluate, finetune, loop, models
 from cosformer.train.progress import Interrupt, read
 from cosformer.train.settings import merge, parse, parser, read_recipe
 

@@ -34,9 +34,10 @@ from transformers import (
 )
 from transformers.utils import logging
 
-from .. import models, tasks
+from .. import tasks
 from ..tasks.contract import Rows
 from ..tasks.table import Table
+from . import models
 from .loop import UNWRITABLE, Interrupted, Loop, NotFinite, Stopped, last_checkpoint, remove_incomplete
 from .progress import OWN, Bar, Interrupt, Metrics, clock, show, write
 from .settings import DEFAULTS, Run, SettingsError, merge, parse, parser

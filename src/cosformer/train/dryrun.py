@@ -17,10 +17,10 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from .. import models, tasks
+from .. import tasks
 from ..tasks.contract import Rows
 from ..tasks.metrics import TokenScores
-from . import new_model, scores, trainer_of
+from . import models, new_model, scores, trainer_of
 from .settings import DEFAULTS, Run, SettingsError
 
 EXAMPLES = (4, 2, 2)  # of each set, where they are made for the dry run

@@ -7,8 +7,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .. import models, tasks
-from . import Run, SettingsError, build_task, new_model, one_line, quieten, scores, trainer_of
+from .. import tasks
+from . import Run, SettingsError, build_task, models, new_model, one_line, quieten, scores, trainer_of
 from .settings import merge, parse, parser
 
 

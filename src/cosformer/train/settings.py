@@ -15,7 +15,8 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from .. import models, tasks
+from .. import tasks
+from . import models
 from .progress import write
 
 DEFAULTS: dict[str, Any] = {  # of ours, where transformers' are for large runs on GPUs

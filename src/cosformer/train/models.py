@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from . import hf, mixers
-from .tasks import Task
+from .. import hf, mixers
+from ..tasks import Task
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "cosformer": {"decay": "gated"},
