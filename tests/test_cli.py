@@ -27,6 +27,24 @@ def test_version(capsys, monkeypatch):
     assert ran.stdout == f"cosformer {cosformer.__version__}\n"
 
 
+@pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["nonsense"]])
+def test_what_needs_no_torch_does_not_wait_for_it(words):
+    code = "import sys\nfrom cosformer.__main__ import main\ntry: main()\nfinally: assert 'torch' not in sys.modules"
+    ran = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    if words == ["nonsense"]:
+        assert ran.stderr.startswith("cosformer: unknown verb 'nonsense'; one of compare, train"), ran.stderr
+    else:
+        assert ran.returncode == 0 and ran.stdout, ran.stderr
+
+
+def test_public_names_are_there_when_asked_for():
+    assert set(cosformer.__all__) < set(dir(cosformer))
+    assert all(getattr(cosformer, name) is not None for name in cosformer.__all__)
+    assert cosformer.State is cosformer.ops.State
+    with pytest.raises(AttributeError, match="module 'cosformer' has no attribute 'nothing'"):
+        _ = cosformer.nothing
+
+
 def test_help_names_every_verb_and_option(capsys, monkeypatch):
     out = said(capsys, monkeypatch, "--help")
     assert out == said(capsys, monkeypatch) == said(capsys, monkeypatch, "-h")

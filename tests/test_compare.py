@@ -7,11 +7,12 @@ import math
 import pytest
 import torch
 
-from cosformer import compare, models, reference, tasks
+from cosformer import compare, reference, tasks
 from cosformer.bench import exactness
 from cosformer.compare import budget, pictures, plan
 from cosformer.compare import quality as quality_of
 from cosformer.report.results import check
+from cosformer.train import models
 
 TOY = plan.Subject(
     name="copy",

@@ -10,8 +10,9 @@ pytest.importorskip("transformers")
 from transformers import Seq2SeqTrainingArguments
 
 from cosformer import tasks
-from cosformer.train import SettingsError, dryrun, main
-from cosformer.train.settings import DEFAULTS, Run, parse, parser, read_recipe
+from cosformer.train import Run, SettingsError, dryrun
+from cosformer.train.cli import parse, train, train_parser
+from cosformer.train.settings import DEFAULTS, read_recipe
 
 ROOT = Path(__file__).parents[1]
 PAPER, LAPTOP = (sorted((ROOT / "recipes" / folder).glob("*.toml")) for folder in ("paper", "laptop"))
@@ -79,7 +80,7 @@ def test_laptop_recipe_trains(path, capsys):
     if data:
         Path(data).write_text("A line of text, and another.\n" * 400)
         toy = [*toy, "--data", data]
-    main(["--recipe", str(path), "--dry-run", *toy])
+    train(["--recipe", str(path), "--dry-run", *toy])
     said = capsys.readouterr().out
     assert "2 real steps" in said and said.endswith("sound\n")
 
@@ -99,11 +100,9 @@ def test_a_recipe_that_is_not_sound_is_found():
 @pytest.mark.parametrize("order", [0, 1])
 def test_a_value_of_transformers_arguments_is_not_the_task(order):
     words = [["--recipe", "r.toml"], ["--max_steps", "3", "--fsdp"]]
-    given, training = parse(parser("cosformer train", "", task="?"), [*words[order], *words[1 - order]])
+    given, training = parse(train_parser(), [*words[order], *words[1 - order]])
     assert vars(given).keys() == {"recipe"} and training == {"max_steps": 3, "fsdp": True}
-    given, training = parse(
-        parser("cosformer train", "", task="?"), ["lm", "--eval-examples", "3", "--max_steps", "3"]
-    )
+    given, training = parse(train_parser(), ["lm", "--eval-examples", "3", "--max_steps", "3"])
     assert given.task == "lm" and given.eval_examples == 3 and training == {"max_steps": 3}
 
 
@@ -116,5 +115,5 @@ def test_too_large_a_model_has_its_shapes_checked(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_paper_recipe_trains(capsys):
-    main(["--recipe", str(ROOT / "recipes/paper/wikitext-lm-45m.toml"), "--dry-run"])
+    train(["--recipe", str(ROOT / "recipes/paper/wikitext-lm-45m.toml"), "--dry-run"])
     assert "2 real steps" in capsys.readouterr().out

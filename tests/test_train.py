@@ -15,10 +15,14 @@ from conftest import aan, cifar, imdb
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from cosformer import generate, models, tasks, train
-from cosformer.train import evaluate, finetune, loop
+from cosformer import generate, tasks, train
+from cosformer.train import cli, models
+from cosformer.train import run as run_module
+from cosformer.train.build import build_model, build_task, build_trainer
 from cosformer.train.progress import Interrupt, read
-from cosformer.train.settings import merge, parse, parser, read_recipe
+from cosformer.train.settings import read_recipe
+from cosformer.train.sharded import Sharded
+from cosformer.train.trainer import Trainer
 
 FEW = [24, 8, 8]
 COPY = {"length": 8, "examples": FEW}
@@ -162,7 +166,7 @@ def test_evaluation_leaves_no_example_out():
     """The last batch of a training epoch is dropped where it is smaller; one of an evaluation is not."""
     task = tasks.build("copy", length=8, examples=(10, 7, 7))
     run = run_of(task_settings={"length": 8, "examples": [10, 7, 7]})
-    trainer = train.trainer_of(run, task, train.new_model(run, task, start=None), [])
+    trainer = build_trainer(run, task, build_model(run, task, start=None), [])
     assert sum(len(batch["input_ids"]) for batch in trainer.get_train_dataloader()) == 8
     assert sum(len(batch["input_ids"]) for batch in trainer.get_eval_dataloader()) == 7
     run = run_of(
@@ -214,11 +218,11 @@ def test_batches_of_like_length_and_a_batch_norm_go_on_as_well():
 def test_the_epoch_reaches_the_order_of_lengths(monkeypatch):
     """Through whatever a resumed run of several processes wraps around it, so not through that."""
     run = run_of("listops", task_settings=LISTOPS, training={"train_sampling_strategy": "group_by_length"})
-    task = train.build_task(run)
-    trainer = train.trainer_of(run, task, train.new_model(run, task, start=None), [])
+    task = build_task(run)
+    trainer = build_trainer(run, task, build_model(run, task, start=None), [])
     order = trainer._get_train_sampler()
     first, again = list(order), list(order)
-    monkeypatch.setattr(loop.Sharded, "_run_epoch", lambda *args, **kwargs: None)
+    monkeypatch.setattr(Sharded, "_run_epoch", lambda *args, **kwargs: None)
     trainer._run_epoch(trainer.model, 1)
     assert first == again and sorted(order) == sorted(first) and list(order) != first
 
@@ -236,9 +240,9 @@ def test_exit_codes_of_the_command(monkeypatch, capsys):
         def train_(run, *, resume):
             raise error
 
-        monkeypatch.setattr(train, "train", train_)
+        monkeypatch.setattr(cli, "carry_out", train_)
         with pytest.raises(SystemExit) as stopped:
-            train.main(["copy"])
+            cli.train(["copy"])
         said = capsys.readouterr().err
         assert said.startswith("cosformer train: ") and said.count("\n") == 1
         return stopped.value.code
@@ -252,7 +256,7 @@ def test_exit_codes_of_the_command(monkeypatch, capsys):
 
 def test_resume_begins_where_there_is_nothing_and_returns_what_is_finished(monkeypatch):
     result = go(resume=True)
-    monkeypatch.setattr(train, "_train", None)
+    monkeypatch.setattr(run_module, "stage", None)
     assert go(resume=True) == result
 
 
@@ -357,9 +361,9 @@ def test_a_classifier_is_not_scored_on_other_labels(capsys):
     go(run_of("classify", task_settings={"data": "two.csv", "length": 16, "holdout": 0.2}))
     for data, labels in (("three.csv", "neg, neutral, pos"), ("other.csv", "bad, good")):
         with pytest.raises(SystemExit):
-            evaluate.main(["run", "--data", data])
+            cli.evaluate(["run", "--data", data])
         assert f"run tells neg, pos apart; the data has {labels}. If it is a part" in capsys.readouterr().err
-    evaluate.main(["run", "--data", "two.csv", "--set", 'task.labels=["neg", "pos"]'])
+    cli.evaluate(["run", "--data", "two.csv", "--set", 'task.labels=["neg", "pos"]'])
     assert "accuracy" in capsys.readouterr().out
 
 
@@ -402,10 +406,10 @@ def test_a_nan_stops_and_leaves_the_last_good_checkpoint(monkeypatch, what):
         return found * float("nan") if self.model.training and self.state.global_step == 4 else found
 
     name = {"loss": "compute_loss", "gradient's norm": "_clip_grad_norm"}[what]
-    original = getattr(loop.Loop, name)
+    original = getattr(Trainer, name)
     said = f"the {what} is nan at step 5; start again from run/checkpoint-4 .--start. with a lower"
     with monkeypatch.context() as patch, pytest.raises(train.Stopped, match=said):
-        patch.setattr(loop.Loop, name, spoil)
+        patch.setattr(Trainer, name, spoil)
         go()
     assert checkpoints()[-1] == "checkpoint-4" and all(
         tensor.isfinite().all() for tensor in weights("run/checkpoint-4").values()
@@ -500,7 +504,7 @@ def test_a_full_disk_stops_with_a_word_and_the_run_goes_on_later(monkeypatch, fi
 
 
 def merged(*argv: str):
-    return merge(*parse(parser("cosformer train", "", task="?"), list(argv)))
+    return cli.merge(*cli.parse(cli.train_parser(), list(argv)))
 
 
 def test_the_command_line_wins_over_a_recipe():
@@ -593,7 +597,7 @@ def test_what_cannot_be_ends_in_one_line(argv, said, capsys):
     import re
 
     with pytest.raises(SystemExit) as stopped:
-        train.main([*argv, "--out", "run"] if "--out" not in argv else argv)
+        cli.train([*argv, "--out", "run"] if "--out" not in argv else argv)
     found = capsys.readouterr().err
     assert stopped.value.code == 1 and re.search(said, found), found
     assert found.startswith("cosformer train: ") and found.count("\n") == 1, found
@@ -656,15 +660,44 @@ def test_every_task_trains_and_evaluate_finds_the_same_scores(name, tmp_path, ca
     result = go(run)
     assert result["steps"] == 2 and result["metric"] in result["test"], result
     capsys.readouterr()
-    evaluate.main(["run", "--json"])
+    cli.evaluate(["run", "--json"])
     assert json.loads(capsys.readouterr().out) == pytest.approx(result["test"], rel=1e-5)
-    evaluate.main(["run", "--json", "--split", "validation"])
+    cli.evaluate(["run", "--json", "--split", "validation"])
     assert json.loads(capsys.readouterr().out) == pytest.approx(result["validation"], rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--mixer", "elu"], "unknown argument '--mixer'; see --help"),
+        (["--size", "toy"], "unknown argument '--size'; see --help"),
+        (["--out", "x"], "unknown argument '--out'; see --help"),
+        (["--recipe", "r.toml"], "unknown argument '--recipe'; see --help"),
+        (["--learning_rate", "1"], "--learning_rate changes nothing where nothing is trained; see --help"),
+        (["--set", "model.decay=gated"], "--set takes task.KEY=VALUE here: model_fields are of training"),
+    ],
+    ids=lambda x: x[0] if isinstance(x, list) else None,
+)
+def test_evaluate_refuses_what_would_change_nothing(argv, said, whole, capsys):
+    with pytest.raises(SystemExit):
+        cli.evaluate([str(whole), *argv])
+    assert capsys.readouterr().err == f"cosformer evaluate: {said}\n"
+
+
+def test_a_saved_model_keeps_its_mixer_and_size(whole, capsys):
+    run = cli.merge(*cli.parse(cli.train_parser(), ["copy", "--start", str(whole / "checkpoint-6")]))
+    assert (run["mixer"], run["size"], run["out"]) == ("cosformer", "toy", "runs/copy-cosformer")
+    with pytest.raises(SystemExit):
+        cli.train(["copy", "--start", str(whole), "--mixer", "elu"])
+    assert f"mixer is 'elu', but {whole} has 'cosformer': leave it" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.finetune([str(whole), "--size", "small"])
+    assert "unknown argument '--size'" in capsys.readouterr().err
 
 
 def test_a_trained_language_model_goes_on_with_a_text(capsys):
     Path("t.txt").write_text("abcdefgh " * 900)
-    train.main(
+    cli.train(
         [*("lm", "--data", "t.txt", "--length", "32", "--size", "toy", "--out", "run", "--max_steps", "60", "--eval_steps", "30"),
          *("--per_device_train_batch_size", "8", "--learning_rate", "1e-2")]
     )  # fmt: skip
@@ -683,7 +716,7 @@ def pretrained():
 def test_finetuning_starts_from_the_saved_body(pretrained, capsys):
     task = tasks.build("classify", **SETTINGS["classify"])
     run = run_of("classify", out="fine", task_settings=SETTINGS["classify"], start=pretrained)
-    body, model = weights(pretrained), train.new_model(run, task, start=pretrained)
+    body, model = weights(pretrained), build_model(run, task, start=pretrained)
     loaded = {
         name: tensor
         for name, tensor in model.state_dict().items()
@@ -692,7 +725,7 @@ def test_finetuning_starts_from_the_saved_body(pretrained, capsys):
     assert len(loaded) == sum(name.startswith("bert.") for name in body) > 20
     assert all(torch.equal(loaded[name], body[name]) for name in loaded)
     assert not same_as_new(loaded, run, task) and model.config.num_labels == 2
-    finetune.main(
+    cli.finetune(
         [pretrained, "--length", "32", "--out", "fine", "--max_steps", "1", "--learning_rate", "0", "--test-examples", "4",
          "--eval-examples", "4"]
     )  # fmt: skip
@@ -708,7 +741,7 @@ def same_as_new(loaded, run, task) -> bool:
 def test_a_start_that_cannot_be_is_refused(pretrained, capsys):
     def said(*argv):
         with pytest.raises(SystemExit):
-            finetune.main([pretrained, *argv, "--out", "fine"])
+            cli.finetune([pretrained, *argv, "--out", "fine"])
         return capsys.readouterr().err
 
     assert "mlm has 32 positions; --length 33 is more" in said("classify", "--length", "33")
@@ -720,7 +753,7 @@ def test_a_start_that_cannot_be_is_refused(pretrained, capsys):
     )
     assert not Path("fine/run.json").exists()  # so that the folder is free for a better attempt
     with pytest.raises(SystemExit):
-        evaluate.main([pretrained, "classify", "--length", "32"])
+        cli.evaluate([pretrained, "classify", "--length", "32"])
     assert "is a CosformerForMaskedLM, which knows nothing of task 'classify' yet" in capsys.readouterr().err
     from tokenizers import Tokenizer
 
@@ -733,7 +766,7 @@ def test_a_start_that_cannot_be_is_refused(pretrained, capsys):
     words[a], words[b] = words[b], words[a]
     (folder / "tokenizer.json").write_text(json.dumps(text))
     with pytest.raises(SystemExit):
-        finetune.main([str(folder), "--length", "32", "--out", "fine2"])
+        cli.finetune([str(folder), "--length", "32", "--out", "fine2"])
     assert "has another vocabulary than the task, of the same size" in capsys.readouterr().err
 
 
@@ -753,7 +786,7 @@ def test_pretraining_first_goes_on_at_either_stage(stage):
     result = go(run, resume=True)
     assert same("run", "whole") and same("run/pretrain", "whole/pretrain") and result["steps"] == 6
     assert steps("run/pretrain") == [1, 2, 3, 4] and steps() == [1, 2, 3, 4, 5, 6]
-    first = train.new_model(run, tasks.build("listops", **LISTOPS), start="run/pretrain").state_dict()
+    first = build_model(run, tasks.build("listops", **LISTOPS), start="run/pretrain").state_dict()
     body = weights("run/pretrain")
     assert all(torch.equal(first[name], body[name]) for name in body if name.startswith("bert."))
 

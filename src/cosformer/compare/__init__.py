@@ -22,9 +22,10 @@ from typing import Any
 
 from transformers import __version__ as transformers_version
 
-from .. import models, report, tasks, train
+from .. import report, tasks, train
 from ..bench import exactness
 from ..bench.measure import machine
+from ..train import models
 from ..train.progress import clock
 from . import cost, pictures
 from .board import Board

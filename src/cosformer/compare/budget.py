@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from .. import models, tasks, train
+from .. import tasks, train
+from ..train import models
 from .board import Board
 from .plan import EVALUATIONS, Subject, mixers_of
 

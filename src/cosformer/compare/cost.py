@@ -11,9 +11,10 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from .. import models, tasks
+from .. import tasks
 from ..bench.measure import in_turns, peak_memories
 from ..bench.models import cache_bytes
+from ..train import models
 
 SIZE = "tiny"
 VOCABULARY = 256

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import models, tasks
+from .. import tasks
+from ..train import models
 
 TOKENS = 64
 PAPER = ("softmax", "cosformer-paper", "relu")  # the panels of the paper's figure

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from transformers import TrainerCallback
 
-from .. import models, train
+from .. import train
+from ..train import models
 from ..train.progress import read
 from .plan import EVALUATIONS, Subject
 

@@ -101,25 +101,32 @@ def build(
 
 
 def layers(spec: str, count: int) -> list[str]:
-    """The mixer of each of `count` layers from a spec: one name, a pattern such as "cosformer*3, softmax+rope", a hybrid."""
+    """The mixer of each of `count` layers from a spec: one name, a pattern as "cosformer*3, softmax+rope", a hybrid."""
+    names = pattern(spec)
+    if spec.strip().partition("+")[0] == HYBRID:
+        linear, full = names
+        return [full if (i + 1) % INTERVAL == 0 or i == count - 1 else linear for i in range(count)]
+    if count % len(names):
+        raise ValueError(
+            f"mixer {spec!r} names {len(names)} layers, which {count} layers cannot repeat evenly"
+        )
+    return names * (count // len(names))
+
+
+def pattern(spec: str) -> list[str]:
+    """The mixers that a spec names, in order; of a hybrid the two kinds."""
     base, plus, positions = spec.strip().partition("+")
     if base == HYBRID:
-        full = f"softmax{plus}{positions}"
-        _lookup(full)
-        last = count - 1
-        return [full if (i + 1) % INTERVAL == 0 or i == last else "cosformer" for i in range(count)]
-    pattern: list[str] = []
+        _lookup(f"softmax{plus}{positions}")
+        return ["cosformer", f"softmax{plus}{positions}"]
+    named: list[str] = []
     for part in spec.split(","):
         name, star, times = (word.strip() for word in part.partition("*"))
         if star and not (times.isdecimal() and int(times) > 0):
             raise ValueError(f"mixer {spec!r}: after * stands how many layers; got {times!r}")
         _lookup(name, spec)
-        pattern += [name] * (int(times) if star else 1)
-    if count % len(pattern):
-        raise ValueError(
-            f"mixer {spec!r} names {len(pattern)} layers, which {count} layers cannot repeat evenly"
-        )
-    return pattern * (count // len(pattern))
+        named += [name] * (int(times) if star else 1)
+    return named
 
 
 def weights(
@@ -156,3 +163,5 @@ def _lookup(name: str, spec: str = "") -> tuple[Entry, str]:
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
+
+SAID = f"any of {', '.join(names())}, some with +rope; {HYBRID}; or one for each layer, as 'cosformer*3, softmax+rope'"

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from . import hf
-from .tasks import Task
+from .. import hf
+from ..tasks import Task
 
 
 @dataclass(frozen=True)
