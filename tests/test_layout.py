@@ -17,7 +17,8 @@ LAW = {
     "": {"nn", "ops", "hf"},
     "__main__": {""},  # the version; verbs are imported by name
     "reference": set(),
-    "report": set(),
+    "results": set(),
+    "report": {"results"},
     "ops": {"ops.cosformer", "ops.linear"},
     "ops.cosformer": {"ops.checks", "ops.linear"},
     "ops.linear": {"ops.checks", "ops.operator"},
@@ -39,6 +40,7 @@ LAW = {
     "models": {"hf", "mixers", "tasks"},
     "train": {"models", "tasks"},
     "compare": {
+        "results",
         "bench",
         "bench.exactness",
         "bench.measure",
@@ -52,7 +54,7 @@ LAW = {
     "generate": {"hf"},
     "picture": {"mixers", "report"},
     "info": {"", "ops.operator"},
-    "bench": {"", "reference", "ops", "ops.operator", "mixers", "hf", "report"},
+    "bench": {"", "results", "reference", "ops", "ops.operator", "mixers", "hf", "report"},
 }
 ONLY_IN = {
     "matplotlib": {"report"},
