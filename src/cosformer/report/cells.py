@@ -4,13 +4,36 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
+from typing import NamedTuple
 
 from ..results import Cost, Exactness, Machine, Picture, Positions, Quality, Row, Run, Search, latest, of
-from .style import Span, digits, looks, name, percent, span
+from .style import NOTHING, digits, looks, name, percent, score
 
 OURS = ("cosformer", "cosformer-paper")
 THEIRS = ("softmax+rope", "softmax")
 TIE = 0.005  # nothing smaller is a difference: of the value, or of 1 where the metric is a share
+
+
+class Span(NamedTuple):
+    """A value over seeds: its mean and range."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+
+    def text(self, metric: str) -> str:
+        return score(metric, self.mean)
+
+    def range(self, metric: str) -> str:
+        """The lowest and the highest of several seeds; empty for one."""
+        return f"{score(metric, self.low)}–{score(metric, self.high)}" if self.seeds > 1 else ""
+
+
+def span(values: Iterable[float | None]) -> Span | None:
+    """Of the values there are; None if there is none."""
+    found = [value for value in values if value is not None]
+    return Span(sum(found) / len(found), min(found), max(found), len(found)) if found else None
 
 
 @dataclass(frozen=True)
@@ -48,36 +71,20 @@ class Experiment:
     cells: list[Cell]
 
     @property
-    def greater(self) -> bool:
-        return self.row.greater_is_better
-
-    @property
     def best_is(self) -> str:
-        return "most" if self.greater else "least"
+        return "most" if self.row.greater_is_better else "least"
 
     @property
     def seeds(self) -> int:
         return max(len(cell.done) for cell in self.cells)
 
-    @property
-    def learned(self) -> bool:
-        """Whether any mixer beats the most frequent answer."""
-        return any(cell.learned for cell in self.cells if cell.value)
-
     def cell(self, mixer: str) -> Cell | None:
         return next((cell for cell in self.cells if cell.mixer == mixer), None)
 
-    def first(self, mixers: Iterable[str]) -> Cell | None:
-        """The first of these mixers that has a value, or else the first that was tried."""
-        tried = [cell for mixer in mixers if (cell := self.cell(mixer))]
-        return next((cell for cell in tried if cell.value), tried[0] if tried else None)
-
-    def best(self, mixers: Iterable[str]) -> Cell | None:
-        """The best of these mixers, or else the first that was tried."""
-        reached = [(cell.value.mean, cell) for mixer in mixers if (cell := self.cell(mixer)) and cell.value]
-        if not reached:
-            return self.first(mixers)
-        return (max if self.greater else min)(reached, key=lambda pair: pair[0])[1]
+    def tried(self, mixers: Iterable[str]) -> list[Cell]:
+        """The cells of these mixers, in this order but for those without a value, which come last."""
+        found = [cell for mixer in mixers if (cell := self.cell(mixer))]
+        return sorted(found, key=lambda cell: cell.value is None)
 
 
 class Measured:
@@ -89,9 +96,7 @@ class Measured:
         self.quality, self.searches, self.positions = of(kept, Quality), of(kept, Search), of(kept, Positions)
         self.cost, self.exactness, self.pictures = of(kept, Cost), of(kept, Exactness), of(kept, Picture)
         self.experiments = _experiments(self.quality)
-        mixers = [row.mixer for row in self.quality] + [row.mixer for row in self.cost]
-        mixers += [row.mixer for row in self.pictures]
-        self.mixers = list(looks(mixers))
+        self.mixers = list(looks(mixer for row in kept if (mixer := getattr(row, "mixer", None))))
         self.titles = {row.subject: row.title for row in self.quality}
 
     def group(self, name: str) -> list[Experiment]:
@@ -136,32 +141,40 @@ class Verdict:
 
 
 def verdict(e: Experiment) -> Verdict:
-    ours, theirs = e.first(OURS), e.best(THEIRS)  # beating the weaker softmax would prove nothing
-    for cell, mixers in ((ours, OURS), (theirs, THEIRS)):
-        if cell is None or cell.value is None:
-            why = f"{name(cell.mixer)} {cell.why_not}" if cell else f"{name(mixers[0])} not measured"
-            return Verdict(e, ours, theirs, "not compared", why)
-    assert ours and theirs and ours.value and theirs.value
-    a, b = ours.value.mean, theirs.value.mean
-    if percent(e.row.metric):
-        size, difference = 1.0, f"{100 * abs(a - b):.1f} points"
-    else:
-        size, difference = abs(b), f"{100 * abs(a - b) / abs(b):.1f} %" if b else digits(abs(a - b))
+    ours, theirs = e.tried(OURS), e.tried(THEIRS)
+    for cells, mixers in ((ours, OURS), (theirs, THEIRS)):
+        if not cells:
+            return Verdict(e, None, None, "not compared", f"{name(mixers[0])} not measured")
+        if cells[0].value is None:
+            return Verdict(e, None, None, "not compared", f"{name(cells[0].mixer)} {cells[0].why_not}")
+    sign = 1 if e.row.greater_is_better else -1
+    reached = [(sign * cell.value.mean, cell) for cell in theirs if cell.value]
+    mine, other = ours[0], max(reached, key=lambda pair: pair[0])[1]  # beating the weaker would prove nothing
+    assert mine.value and other.value
+    if not any(cell.learned for cell in e.cells if cell.value):
+        return Verdict(e, mine, other, "not learned", NOTHING)
+    a, b = mine.value.mean, other.value.mean
+    difference = (
+        f"{100 * abs(a - b):.1f} points" if percent(e.row.metric) else f"{100 * abs(a / b - 1):.1f} %"
+    )
     difference = "equal" if a == b else f"{difference} {'higher' if a > b else 'lower'}"
-    margin = _why_tied(e, ours.value, theirs.value, size)
-    if not e.learned:
-        outcome = "not learned"
-    elif margin:
-        outcome = "tie"
-    else:
-        outcome = "better" if (a > b) == e.greater else "worse"
-    return Verdict(e, ours, theirs, outcome, difference, margin)
+    if margin := _why_tied(e, mine.value, other.value):
+        return Verdict(e, mine, other, "tie", difference, margin)
+    return Verdict(e, mine, other, "better" if sign * (a - b) > 0 else "worse", difference)
 
 
-def _why_tied(e: Experiment, ours: Span, theirs: Span, size: float) -> str:
+def change(metric: str, before: float, after: float) -> str:
+    """The size of a difference: in points of a share, else in per cent of what was before."""
+    size = abs(after - before)
+    if percent(metric):
+        return f"{100 * size:.1f} points"
+    return f"{100 * size / abs(before):.1f} %" if before else digits(size)
+
+
+def _why_tied(e: Experiment, ours: Span, theirs: Span) -> str:
     """Why the difference of two values proves nothing; empty if it does."""
     a, b = ours.mean, theirs.mean
-    if abs(a - b) <= TIE * size:
+    if abs(a - b) <= TIE * (1.0 if percent(e.row.metric) else abs(b)):
         return f"less than {100 * TIE:g} %"
     if max(ours.seeds, theirs.seeds) > 1 and ours.low <= theirs.high and theirs.low <= ours.high:
         return "the ranges of the seeds overlap"

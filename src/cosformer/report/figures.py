@@ -166,7 +166,9 @@ def trade(measured: Measured) -> Figure | None:
                 band = [(rate.mean, scale * value.low, scale * value.high)] if value.seeds > 1 else []
                 lines.append(Line(cell.mixer, [(rate.mean, scale * value.mean)], band))
         if len(lines) > 1 and e.row.group != "recall":  # its settings have a picture of their own
-            title = f"{metric_name(e.row.metric)} ({'higher' if e.greater else 'lower'} is better)"
+            title = (
+                f"{metric_name(e.row.metric)} ({'higher' if e.row.greater_is_better else 'lower'} is better)"
+            )
             id_, heading = ident("trade", number, e.row.task), _title(e.row.title)
             panels.append(Panel(id_, title, "tokens per second of training", lines, heading, scatter=True))
     caption = (

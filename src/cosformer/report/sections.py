@@ -84,7 +84,8 @@ def _tasks(measured: Measured, group: str) -> list[Part | None]:
     if len(mine) > 1:
         parts = [tables.overview(mine), _details("Each task in full", *map(tables.one_task, mine))]
     parts += _paper(group) if group in TABLES else []
-    return [*parts, figures.recall(mine), figures.learning(mine), figures.positions(mine, measured)]
+    curves = figures.recall(mine) or figures.learning(mine)  # recall has too many settings for a picture each
+    return [*parts, curves, figures.positions(mine, measured)]
 
 
 def _cost(measured: Measured) -> list[Part | None]:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 # (light, dark) pairs: at least 3:1 against the page in their theme. Neighbours differ in lightness too, for
 # the colour-blind, and no two mixers share both a marker and a dash.
@@ -95,21 +94,6 @@ def looks(mixers: Iterable[str]) -> dict[str, Look]:
     return made
 
 
-class Span(NamedTuple):
-    """A value over seeds: its mean and range."""
-
-    mean: float
-    low: float
-    high: float
-    seeds: int
-
-
-def span(values: Iterable[float | None]) -> Span | None:
-    """Of the values there are; None if there is none."""
-    found = [value for value in values if value is not None]
-    return Span(sum(found) / len(found), min(found), max(found), len(found)) if found else None
-
-
 def percent(metric: str) -> bool:
     """Whether a metric is a share of 1, shown in per cent."""
     return metric == "f1" or metric.endswith("accuracy")
@@ -127,11 +111,6 @@ def score(metric: str, value: float) -> str:
     if metric == "perplexity" and value < 1000:
         return f"{value:.2f}"
     return f"{value:.3f}" if abs(value) < 100 else digits(value)
-
-
-def score_range(metric: str, found: Span) -> str:
-    """The lowest and the highest of several seeds; empty for one."""
-    return f"{score(metric, found.low)}–{score(metric, found.high)}" if found.seeds > 1 else ""
 
 
 def digits(value: float) -> str:

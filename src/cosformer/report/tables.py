@@ -5,10 +5,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from ..results import Cost, Quality, growth
+from ..results import Cost, Exactness, Quality, growth
 from . import costs, paper
 from .cells import Cell, Experiment, Measured
-from .style import NOTHING, count, digits, ident, looks, metric_name, name, percent, score, score_range, times
+from .style import (
+    NOTHING,
+    Span,
+    count,
+    digits,
+    ident,
+    looks,
+    metric_name,
+    name,
+    percent,
+    score,
+    score_range,
+    times,
+)
 from .summary import verdict_table
 
 PUBLISHED = "published, same protocol"
@@ -55,14 +68,11 @@ class Table:
         """(row, column) of what is best within a group of rows: all that show the same, of two or more."""
         found = set()
         for j, column in enumerate(self.columns):
-            entries = {
-                i: line[j] for i, (_, line) in enumerate(self.rows[group]) if line[j].value is not None
-            }
-            if column.best and len(entries) > 1:
-                best = (min if column.best == "least" else max)(
-                    entries.values(), key=lambda e: e.value or 0.0
-                )
-                found |= {(i, j) for i, entry in entries.items() if entry.text == best.text}
+            entries = [(i, line[j]) for i, (_, line) in enumerate(self.rows[group])]
+            values = {i: entry.value for i, entry in entries if entry.value is not None}
+            if column.best and len(values) > 1:
+                best = (min if column.best == "least" else max)(values, key=lambda i: values[i])
+                found |= {(i, j) for i, entry in entries if entry.text == entries[best][1].text}
         return found
 
 
@@ -105,18 +115,16 @@ def _effort(cell: Cell) -> list[Entry]:
 
 
 def _score(cell: Cell | None, metric: str) -> Entry:
-    if cell is None:
-        return Entry()
-    if cell.value is None:
-        return Entry(cell.undone[-1].status)
-    text, spread = score(metric, cell.value.mean), score_range(metric, cell.value)
-    if not cell.learned:  # a guess wins nothing
-        return Entry(text, more=", ".join(filter(None, [spread, "not learned"])))
-    return Entry(text, cell.value.mean, spread)
+    """What a mixer reached by the task's own metric."""
+    if cell is None or not cell.value:
+        return Entry(cell.undone[-1].status if cell else NOTHING)
+    if cell.learned:
+        return _entry(metric, cell.value)
+    more = ", ".join(filter(None, [score_range(metric, cell.value), "not learned"]))
+    return Entry(score(metric, cell.value.mean), more=more)  # a guess wins nothing
 
 
-def _metric(cell: Cell, metric: str) -> Entry:
-    found = cell.over_seeds(lambda row: row.metrics.get(metric))
+def _entry(metric: str, found: Span | None) -> Entry:
     return Entry(score(metric, found.mean), found.mean, score_range(metric, found)) if found else Entry()
 
 
@@ -164,10 +172,12 @@ def one_task(e: Experiment) -> Table:
     columns += [column for column, _ in beside]
     body: Lines = []
     for cell in e.cells:
-        entries = [_score(cell, metric), *(_metric(cell, other) for other in others), *_effort(cell)]
-        body.append(
-            (name(cell.mixer), entries + [Entry(found.get(cell.mixer, NOTHING)) for _, found in beside])
-        )
+        entries = [_score(cell, metric)]
+        entries += [
+            _entry(other, cell.over_seeds(lambda row, m=other: row.metrics.get(m))) for other in others
+        ]
+        entries += [*_effort(cell), *(Entry(found.get(cell.mixer, NOTHING)) for _, found in beside)]
+        body.append((name(cell.mixer), entries))
     about = [e.row.data, e.row.size, f"length {e.row.length:,}"]
     return Table(e.row.title, "mixer", columns, {"": body}, _notes([e]), " · ".join(about))
 
@@ -259,10 +269,8 @@ def ablation(e: Experiment) -> Table | None:
             names = Entry(f"{name(without)} → {name(with_)}")
             body.append((what, [names, _score(a, e.row.metric), _score(b, e.row.metric), Entry(text)]))
     columns = [Column("mixers", words=True), Column("without"), Column("with"), Column("change")]
-    note = f"By {metric_name(e.row.metric)}; {'higher' if e.greater else 'lower'} is better. {_notes([e])}"
-    return (
-        Table(f"What each part is worth: {e.row.title}", "part", columns, {"": body}, note) if body else None
-    )
+    caption = f"What each part is worth, by {metric_name(e.row.metric)}: {e.row.title}"
+    return Table(caption, "part", columns, {"": body}, _notes([e])) if body else None
 
 
 def exactness(measured: Measured) -> Table | None:
@@ -271,24 +279,23 @@ def exactness(measured: Measured) -> Table | None:
     at = {(f"{row.backend}, {row.dtype}", row.mode, row.what): row for row in measured.exactness}
     rows: dict[str, Lines] = {}
     for group, mode in sorted({key[:2] for key in at}):
-        entries = []
-        for row in (at.get((group, mode, what)) for what in whats):
-            large = "too large" if row and row.difference > row.allowed else ""
-            entries += (
-                [Entry(f"{row.difference:.1e}", more=large), Entry(f"{row.allowed:.0e}")]
-                if row
-                else 2 * [Entry()]
-            )
-        rows.setdefault(group, []).append((mode, entries))
+        found = [at.get((group, mode, what)) for what in whats]
+        rows.setdefault(group, []).append((mode, [_difference(row) for row in found]))
     wrong = sum(row.difference > row.allowed for row in measured.exactness)
     note = (
         f"{wrong} of {len(at)} are larger than allowed."
         if wrong
         else f"All {len(at)} are within what is allowed."
     )
-    columns = [Column(head, what) for what in whats for head in ("largest", "allowed")]
-    caption = "Difference from the definition, computed in float64"
-    return Table(caption, "mode", columns, rows, note) if rows else None
+    caption = "Largest difference from the definition, computed in float64"
+    return Table(caption, "mode", [Column(what) for what in whats], rows, note) if rows else None
+
+
+def _difference(row: Exactness | None) -> Entry:
+    if row is None:
+        return Entry()
+    word = "allowed" if row.difference <= row.allowed else "too large: allowed"
+    return Entry(f"{row.difference:.1e}", more=f"{word} {row.allowed:.0e}")
 
 
 def paper_table(table: paper.PaperTable) -> Table:
