@@ -8,9 +8,9 @@ from typing import ClassVar
 
 from ..results import Cost
 from . import costs
-from .cells import Cell, Experiment, Measured
+from .cells import Cell, Experiment, Measured, span
 from .chart import Line, Panel
-from .style import count, digits, ident, looks, metric_name, name, percent, span
+from .style import count, digits, ident, looks, metric_name, name, percent
 from .tables import Column, Entry, Lines, Table
 
 

@@ -8,7 +8,7 @@ import textwrap
 
 from . import costs
 from .cells import Cell, Measured, Verdict, verdict
-from .style import NOTHING, listed, metric_name, name, percent, score, score_range, sentence
+from .style import NOTHING, listed, metric_name, name, percent, score, sentence
 
 SHOWN = (
     "cosformer",
@@ -115,13 +115,13 @@ def shown(cell: Cell | None, metric: str, unit: str = "") -> str:
     """A cell's value, and in brackets the range of its seeds, what was published, that it is but a guess."""
     if cell is None or cell.value is None:
         return NOTHING
-    more = [score_range(metric, cell.value)]
+    more = [cell.value.range(metric)]
     more += [
         f"published {score(metric, row.published)}" for row in cell.done[:1] if row.published is not None
     ]
     more += [] if cell.learned else ["not learned"]
     said = "; ".join(filter(None, more))
-    return f"{score(metric, cell.value.mean)}{unit}" + (f" ({said})" if said else "")
+    return f"{cell.value.text(metric)}{unit}" + (f" ({said})" if said else "")
 
 
 def verdict_table(measured: Measured) -> tuple[list[str], list[list[str]]]:

@@ -7,21 +7,8 @@ from typing import ClassVar
 
 from ..results import Cost, Exactness, Quality, growth
 from . import costs, paper
-from .cells import Cell, Experiment, Measured
-from .style import (
-    NOTHING,
-    Span,
-    count,
-    digits,
-    ident,
-    looks,
-    metric_name,
-    name,
-    percent,
-    score,
-    score_range,
-    times,
-)
+from .cells import Cell, Experiment, Measured, Span, change, span
+from .style import NOTHING, count, digits, ident, looks, metric_name, name, percent, score, times
 from .summary import verdict_table
 
 PUBLISHED = "published, same protocol"
@@ -120,12 +107,12 @@ def _score(cell: Cell | None, metric: str) -> Entry:
         return Entry(cell.undone[-1].status if cell else NOTHING)
     if cell.learned:
         return _entry(metric, cell.value)
-    more = ", ".join(filter(None, [score_range(metric, cell.value), "not learned"]))
-    return Entry(score(metric, cell.value.mean), more=more)  # a guess wins nothing
+    more = ", ".join(filter(None, [cell.value.range(metric), "not learned"]))
+    return Entry(cell.value.text(metric), more=more)  # a guess wins nothing
 
 
 def _entry(metric: str, found: Span | None) -> Entry:
-    return Entry(score(metric, found.mean), found.mean, score_range(metric, found)) if found else Entry()
+    return Entry(found.text(metric), found.mean, found.range(metric)) if found else Entry()
 
 
 def _direction(metric: str) -> str:
@@ -173,9 +160,7 @@ def one_task(e: Experiment) -> Table:
     body: Lines = []
     for cell in e.cells:
         entries = [_score(cell, metric)]
-        entries += [
-            _entry(other, cell.over_seeds(lambda row, m=other: row.metrics.get(m))) for other in others
-        ]
+        entries += [_entry(other, span(row.metrics.get(other) for row in cell.done)) for other in others]
         entries += [*_effort(cell), *(Entry(found.get(cell.mixer, NOTHING)) for _, found in beside)]
         body.append((name(cell.mixer), entries))
     about = [e.row.data, e.row.size, f"length {e.row.length:,}"]
@@ -264,8 +249,8 @@ def ablation(e: Experiment) -> Table | None:
     for what, without, with_ in PAIRS:
         a, b = e.cell(without), e.cell(with_)
         if a and b and a.value and b.value:
-            change = 100 * (b.value.mean - a.value.mean)
-            text = f"{change:+.1f} points" if percent(e.row.metric) else f"{change / a.value.mean:+.1f} %"
+            before, after = a.value.mean, b.value.mean
+            text = f"{'+' if after > before else '-'}{change(e.row.metric, before, after)}"
             names = Entry(f"{name(without)} → {name(with_)}")
             body.append((what, [names, _score(a, e.row.metric), _score(b, e.row.metric), Entry(text)]))
     columns = [Column("mixers", words=True), Column("without"), Column("with"), Column("change")]
