@@ -8,7 +8,7 @@ from .style import Look, count
 Points = list[tuple[float, float]]
 
 WIDTH, HEIGHT = 400, 262
-LEFT, RIGHT, TOP, BOTTOM = 44, 394, 40, 224
+LEFT, RIGHT, TOP, BOTTOM = 50, 392, 40, 224
 
 
 @dataclass(frozen=True)
