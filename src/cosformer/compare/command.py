@@ -41,8 +41,8 @@ def main(argv: list[str]) -> None:
     given = parser().parse_args(argv)
     given.out = given.out or Path("runs/compare-full" if given.full else "runs/compare")
     given.mixers = given.mixers or (EVIDENCE if given.full else MIXERS)
-    if not (given.full or given.steps):
-        given.minutes = given.minutes or 7.0
+    if given.minutes is None and not (given.full or given.steps):
+        given.minutes = 7.0
     try:
         subjects = chosen(given)
     except ValueError as error:

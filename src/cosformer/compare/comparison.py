@@ -106,14 +106,15 @@ class Comparison:
         for row in of(self.results.rows, Search):
             if (row.subject, row.mixer, row.steps) == (cell.subject.name, cell.mixer, short):
                 found[row.rate] = row
-        for rate in rates:
-            if rate not in found:
-                found[rate] = searched(cell, short, rate, self.board)
-                self.results.add(found[rate])
-        losses = {rate: row.loss for rate, row in found.items() if row.loss is not None and rate in rates}
-        best = min(losses, key=lambda rate: losses[rate], default=rates[0])
-        shown = ", ".join(f"{rate:g}: {losses.get(rate, math.nan):.4f}" for rate in rates)
-        self.board.done(f"{cell}: rate {best:g}, of losses after {short} steps {shown}")
+        missing = [rate for rate in rates if rate not in found]
+        for rate in missing:
+            found[rate] = searched(cell, short, rate, self.board)
+            self.results.add(found[rate])
+        losses = [math.inf if (loss := found[rate].loss) is None else loss for rate in rates]
+        best = rates[losses.index(min(losses))]
+        if missing:
+            shown = ", ".join(f"{loss:.4f} with {rate:g}" for rate, loss in zip(rates, losses))
+            self.board.done(f"{cell}: rate {best:g}; loss after {short} steps {shown}")
         return best
 
     def steps_of(self, subject: Subject, steps: int | None, seconds: list[float], budget_: float) -> int:
