@@ -8,6 +8,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch.utils._device import _device_constructors
 
+from cosformer import results
 from cosformer.ops.operator import BACKENDS
 
 settings.register_profile(
@@ -50,6 +51,120 @@ def pytest_report_header(config):
     return f"cosformer backends: {', '.join(RUNNING)}" + (
         f"; not tested: {', '.join(missing)}" if missing else ""
     )
+
+
+# Rows of results as `compare` writes them, for the tests of the report. Their numbers mean nothing.
+
+
+def quality(mixer="cosformer", value: float | None = 7.9, **more) -> results.Quality:
+    """One training, of a language model unless `more` says otherwise."""
+    task = more.get("task", "lm")
+    row = {
+        "subject": more.get("title", task), "group": "lm", "task": task, "title": task, "data": "its data", "seed": 0,
+        "size": "tiny (4 layers)", "length": 1024, "batch": 4, "steps": 400, "rate": 1e-3, "metric": "perplexity",
+        "greater_is_better": False, "examples": 1000, "settings": {"length": 1024}, "status": "done", "tokens": 1_638_400,
+        "seconds": 95.2, "tokens_per_second": 17_200.0, "parameters": 1_843_200,
+        "command": f"cosformer train {task} --mixer {mixer} --seed {more.get('seed', 0)}",
+    }  # fmt: skip
+    return results.Quality(mixer=mixer, value=value, **{**row, **more})
+
+
+def accuracy(mixer="cosformer", value: float | None = 0.9, **more) -> results.Quality:
+    return quality(mixer, value, **{"metric": "accuracy", "greater_is_better": True, "group": "lra", **more})
+
+
+def cost(mixer="cosformer", length=4096, ms=12.3, **more) -> results.Cost:
+    row = {
+        "what": "model",
+        "work": "training",
+        "causal": True,
+        "ms_low": 0.97 * ms,
+        "ms_high": 1.04 * ms,
+        **more,
+    }
+    return results.Cost(mixer=mixer, length=length, ms=ms, **row)
+
+
+def invented() -> list[results.Row]:
+    """Everything a report can show: tasks with several seeds, searches, positions, costs, matrices, a refusal."""
+    factors = {
+        "softmax": 1.3,
+        "softmax+rope": 1.0,
+        "cosformer-paper": 1.2,
+        "cosformer": 0.98,
+        "cosformer-hybrid": 0.9,
+    }
+    machine = {
+        "cpu": "AMD EPYC",
+        "isa": "avx2",
+        "threads": 2,
+        "torch": "2.13.0",
+        "cosformer": "0.2.0",
+        "python": "3.11",
+    }
+    rows: list[results.Row] = [
+        results.Machine(**machine, date="2026-11-16"),
+        results.Run(command="cosformer compare --full", started="2026-11-15T23:00:00Z", minutes=611.5),
+    ]
+    for mixer, factor in {**factors, "relu": 1.25, "cosformer*3, softmax+rope": 0.95}.items():
+        for seed in (0, 1, 2):
+            scale = factor * (1 + 0.01 * seed)
+            curve = [
+                {"step": 0.0 + step, "tokens": 4096.0 * step, "seconds": step * scale, "eval_loss": scale * (2 + 50 / (step + 10))}
+                for step in range(0, 401, 50)
+            ]  # fmt: skip
+            metrics = {"loss": 2 * scale, "perplexity": 8 * scale, "bits_per_byte": 2.9 * scale}
+            more = {"title": "WikiText-2 language model", "seed": seed, "curve": curve, "metrics": metrics}
+            rows.append(quality(mixer, 8 * scale, **more, waited=0.3 if mixer == "relu" else 0.01))
+            subject, ends = "WikiText-2 language model", [16, 64, 256, 1023]
+            losses = [scale * (2 + 1 / (i + 1)) for i in range(4)]
+            rows.append(
+                results.Positions(subject=subject, mixer=mixer, seed=seed, ends=ends, loss=losses, texts=64)
+            )
+    for mixer, factor in factors.items():
+        rows.append(
+            accuracy(
+                mixer, 0.5 / factor, task="text", title="Text, IMDB bytes", published=0.64, note="a quarter"
+            )
+        )
+        rows.append(accuracy(mixer, 0.1 + factor / 100, task="listops", title="ListOps", most_frequent=0.18))
+        for length, pairs in ((64, 4), (64, 8), (128, 8), (128, 16), (128, 32)):
+            about = {
+                "title": f"Recall of {pairs} pairs in {length} tokens",
+                "group": "recall",
+                "task": "recall",
+            }
+            rows.append(accuracy(mixer, 0.6 / factor, **about, length=length, settings={"pairs": pairs}))
+        for rate in (1e-3, 2e-3, 4e-3):
+            about = {
+                "subject": "WikiText-2 language model",
+                "metric": "perplexity",
+                "greater_is_better": False,
+                "seed": 0,
+            }
+            rows.append(
+                results.Search(
+                    **about, mixer=mixer, rate=rate, steps=100, command="", status="done", loss=2 + rate
+                )
+            )
+        for length in (256, 512, 1024, 2048, 4096, 8192, 16384):
+            ms = factor * (1 + (0.004 * length + 3e-6 * length**2 if "softmax" in mixer else 0.0075 * length))
+            about = {"size": "tiny (4 layers)", "waited": 0.2 if length == 512 else 0.0}
+            rows.append(cost(mixer, length, ms, **about, memory_mib=8 + length / 60))
+            kept = 8192 * length if "softmax" in mixer else 524_288
+            rows.append(cost(mixer, length, 1 + ms / 10, **about, work="decoding", cache_bytes=kept))
+        matrix = [[0.9 ** (i - j) if j <= i else None for j in range(16)] for i in range(16)]
+        about = {"subject": "WikiText-2 language model", "mixer": mixer, "layer": 3}
+        rows.append(results.Picture(**about, matrix=matrix, tokens=list("def rotate(x, a)")))
+    rows.append(
+        accuracy(
+            "performer", None, task="text", title="Text, IMDB bytes", status="refused", reason="no such form"
+        )
+    )
+    for mode in ("bidirectional", "causal", "stream"):
+        about = {"backend": "native", "dtype": "float32", "mode": mode, "allowed": 1e-5}
+        rows += [results.Exactness(**about, what=what, difference=1.2e-7) for what in ("output", "gradient")]
+    return rows
 
 
 @pytest.fixture(autouse=True)

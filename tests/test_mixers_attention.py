@@ -93,7 +93,7 @@ def test_a_picture_is_drawn_of_the_matrices_themselves(tmp_path, monkeypatch, ca
         ["softmax", "cosformer", "relu"], tmp_path / "attention.png", length=12, head_dim=8, causal=causal
     )
     assert path.read_bytes().startswith(b"\x89PNG")
-    assert list(drawn) == ["softmax", "cosFormer", "cosFormer, no re-weighting", "cosine of the distance"]
+    assert list(drawn) == ["softmax", "cosFormer", "ReLU (paper, no cosine)", "cosine of the distance"]
     q, k = picture.example(12, 8)
     past = torch.ones(12, 12, dtype=torch.bool).tril() if causal else torch.ones(12, 12, dtype=torch.bool)
     softmax = (q @ k.mT / math.sqrt(8))[0, 0].masked_fill(~past, -math.inf).softmax(-1)
