@@ -54,7 +54,7 @@ LAW = {
     "generate": {"hf"},
     "picture": {"mixers", "report"},
     "info": {"", "ops.operator"},
-    "bench": {"", "results", "reference", "ops", "ops.operator", "mixers", "hf", "report"},
+    "bench": {"", "results", "reference", "ops", "ops.operator", "mixers", "hf", "models", "report"},
 }
 ONLY_IN = {
     "matplotlib": {"report"},

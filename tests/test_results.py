@@ -26,7 +26,7 @@ def test_rows_come_back_as_they_were_written(tmp_path):
     for row in (COST, QUALITY, PICTURE):
         writer.add(row)
         assert read(path)[-1] == row  # on the disk at once
-    writer.add_once(changed(COST, ms=9.0))
+    assert writer.has(Cost, mixer="softmax", length=512) and not writer.has(Cost, length=256)
     assert read(path) == writer.rows == results.Writer(path).rows == [COST, QUALITY, PICTURE]
 
 

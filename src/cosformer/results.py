@@ -277,7 +277,6 @@ class Writer:
         if whole < len(text):
             os.truncate(path, whole)
         self.rows = read(path) if path.exists() else []
-        self.keys = {row.key for row in self.rows}
 
     def add(self, row: Row) -> None:
         """Append the row; on return it is on the disk."""
@@ -286,12 +285,10 @@ class Writer:
             file.flush()
             os.fsync(file.fileno())
         self.rows.append(row)
-        self.keys.add(row.key)
 
-    def add_once(self, row: Row) -> None:
-        """Append the row unless there is one about the same thing."""
-        if row.key not in self.keys:
-            self.add(row)
+    def has(self, kind: type[Row], **values: Any) -> bool:
+        """Whether there is a row of this kind with these values."""
+        return any(all(getattr(row, k) == v for k, v in values.items()) for row in of(self.rows, kind))
 
 
 def line_of(row: Row) -> str:
