@@ -32,7 +32,7 @@ def test_operators(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(report, "plot", lambda rows, path: drawn.update({path: rows}))
     out, names = tmp_path / "deep" / "results.jsonl", ["cosformer-paper", "cosformer", "softmax", "published"]
     small = ["--lengths", "64", "--heads", "1", "--head-dims", "8", "--operators", *names]
-    rows = run(out, *small, "--plot", str(tmp_path / "cost.png"))
+    rows = run(out, *small, "--plot", str(tmp_path / "cost.svg"))
     assert {row.mixer for row in rows} == set(names) and {row.what for row in rows} == {"operator"}
     assert {row.backend for row in rows if row.mixer == "cosformer"} >= {"torch"}
     assert all(0 < row.ms_low <= row.ms <= row.ms_high and 0 <= row.waited <= 1 for row in rows)
@@ -40,7 +40,7 @@ def test_operators(tmp_path, capsys, monkeypatch):
     weighed = [row for row in rows if row.work == "training" and row.causal and row.mixer != "cosformer"]
     assert weighed and all(row.memory_mib >= 0 for row in weighed)
     assert {row.length for row in rows if row.work == "decoding"} == {100, 100_000}
-    assert of(drawn[tmp_path / "cost.png"], Cost) == rows
+    assert of(drawn[tmp_path / "cost.svg"], Cost) == rows
     printed = capsys.readouterr().out
     assert "forward + backward, causal" in printed and "largest difference from the definition" in printed
     assert "other processes" in printed

@@ -58,6 +58,7 @@ LAW = {
 }
 ONLY_IN = {
     "matplotlib": {"report"},
+    "jinja2": {"report"},
     "transformers": {"hf", "tasks", "models", "train", "compare", "generate", "bench"},
     "datasets": {"tasks"},
     "numpy": {"tasks"},

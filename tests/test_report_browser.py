@@ -1,4 +1,4 @@
-"""The report in a real browser, Debian's Chromium: what it shows, how it fits, whether everyone can use it."""
+"""The report in a real browser, Debian's Chromium: what it shows, how it fits, who can use it."""
 
 import shutil
 import statistics

@@ -42,7 +42,7 @@ def parser() -> argparse.ArgumentParser:
         " (default: 16384; --quick: 8192)")
     add("--memory", action=argparse.BooleanOptionalAction, default=True, help="also peak memory")
     add("--out", type=Path, help="append the results to this file as JSON lines")
-    add("--plot", type=Path, help="draw the results to this PNG (needs the [report] extra)")
+    add("--plot", type=Path, help="draw the results to this SVG (needs the [report] extra)")
     # fmt: on
     return p
 
@@ -58,6 +58,8 @@ def settings(argv: list[str] | None) -> argparse.Namespace:
     if args.quick:
         args.lengths = args.lengths or [512, 2048, 8192]
         args.memory &= args.kind == "operators"
+    if args.plot and args.plot.suffix != ".svg":
+        raise SystemExit(f"cosformer bench: --plot draws an SVG: its name ends in .svg; got {args.plot}")
     return args
 
 

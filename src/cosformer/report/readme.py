@@ -69,22 +69,17 @@ def _time(ours: Cost | None, softmax: Cost | None) -> str:
 def _models(rows: list[Cost]) -> str:
     """Training by length and decoding by context, one line a mixer."""
     at = {(row.mixer, row.work, row.length): row for row in rows}
-    lengths, contexts = (
-        sorted({n for _, work, n in at if work == mine}) for mine in ("training", "decoding")
-    )
-    heads = [
-        "model",
-        *(f"training, {n:,} tokens" for n in lengths),
-        *(f"decoding after {n:,}" for n in contexts),
-    ]
+    lengths = sorted({row.length for row in rows if row.work == "training"})
+    contexts = sorted({row.length for row in rows if row.work == "decoding"})
+    heads = ["model", *(f"training, {n:,} tokens" for n in lengths)]
+    heads += [f"decoding after {n:,}" for n in contexts] + [f"cache after {n:,}" for n in contexts[-1:]]
     lines = []
     for mixer in costs.mixers(rows):
         training = [at.get((mixer, "training", n)) for n in lengths]
         decoding = [at.get((mixer, "decoding", n)) for n in contexts]
-        cells = [name(mixer)]
-        cells += [f"{row.tokens_per_second:,.0f} tokens/s" if row else NOTHING for row in training]
+        caches = [costs.CACHE.read(row) if row else None for row in decoding[-1:]]
+        cells = [f"{row.tokens_per_second:,.0f} tokens/s" if row else NOTHING for row in training]
         cells += [f"{row.ms:.2f} ms/token" if row else NOTHING for row in decoding]
-        caches = [costs.CACHE.read(row) for row in decoding if row]
-        lines.append([*cells, mib(caches[-1]) if caches and caches[-1] else NOTHING])
+        lines.append([name(mixer), *cells, *(mib(size) if size else NOTHING for size in caches)])
     what = f"A byte-level language model of {rows[0].size}, batch 1 (`cosformer bench --models`):"
-    return f"{what}\n\n{_markdown([*heads, 'its cache'], lines)}"
+    return f"{what}\n\n{_markdown(heads, lines)}"

@@ -19,7 +19,7 @@ SHOWN = (
     "softmax",
 )
 MANY = 3  # settings of recall that are counted, not listed
-WORKS = (("training", "trains", "at length"), ("decoding", "decodes", "after a context of"))
+WORKS = (("training", "trains", "at length {}"), ("decoding", "decodes", "after {} tokens"))
 
 
 def paragraphs(measured: Measured) -> list[str]:
@@ -43,7 +43,8 @@ def _gained(measured: Measured) -> list[str]:
             longest = contest.lengths[-1]
             alone = "" if contest.ours[longest].what == "model" else ", one attention alone,"
             compared = f"{name(contest.us)} {verb} {contest.outcome(longest)} {name(contest.them)}"
-            said.append(sentence(f"{place} {longest:,}{alone} {compared}{contest.cache_text()}"))
+            where = place.format(f"{longest:,}")
+            said.append(sentence(f"{where}{alone} {compared}{contest.cache_text()}"))
     return said
 
 
@@ -51,13 +52,12 @@ def _lost(measured: Measured, contests: list[Verdict]) -> str:
     """What softmax wins: it is said first, with what is gained."""
     lost = [v for v in contests if v.outcome == "worse"]
     number = f"{len(contests)} comparison{'s' if len(contests) > 1 else ''} of quality"
-    said = [
-        f"Softmax wins {len(lost) or 'none'} of {number}" + (f": {_listing(lost, contests)}" if lost else "")
-    ]
+    listing = f" ({_listing(lost, contests, who='cosFormer ')})" if lost else ""
+    said = [f"Softmax wins {len(lost) or 'none'} of {number}{listing}"]
     for work, verb, place in WORKS:
         contest = costs.contest(measured, work)
         if lengths := contest.lost():
-            said.append(f"{name(contest.them)} {verb} faster {place} {listed(lengths)}")
+            said.append(f"{name(contest.them)} {verb} faster {place.format(listed(lengths))}")
     return " ".join(map(sentence, said if contests else said[1:]))
 
 
@@ -75,11 +75,11 @@ def _quality(contests: list[Verdict]) -> list[str]:
     return said
 
 
-def _listing(found: list[Verdict], contests: list[Verdict]) -> str:
+def _listing(found: list[Verdict], contests: list[Verdict], who: str = "") -> str:
     """Each task with its difference; of recall's many settings only how many."""
     recall = [v for v in contests if v.experiment.row.task == "recall"]
     counted = [v for v in found if v in recall and len(recall) >= MANY]
-    said = [f"{v.experiment.row.title}: {v.difference}" for v in found if v not in counted]
+    said = [f"{v.experiment.row.title}: {who}{v.difference}" for v in found if v not in counted]
     if counted:
         said.append(f"recall, {len(counted)} of {len(recall)} settings")
     return "; ".join(said)
