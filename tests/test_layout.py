@@ -17,7 +17,8 @@ LAW = {
     "": {"mixers", "nn", "ops"},  # imported on use
     "__main__": {""},  # the version; verbs are imported by name
     "reference": set(),
-    "report": set(),
+    "results": set(),
+    "report": {"results"},
     "ops": {"ops.cosformer", "ops.linear"},
     "ops.cosformer": {"ops.checks", "ops.linear"},
     "ops.linear": {"ops.checks", "ops.operator"},
@@ -38,6 +39,7 @@ LAW = {
     "tasks": set(),
     "train": {"hf", "mixers", "tasks"},
     "compare": {
+        "results",
         "bench",
         "bench.exactness",
         "bench.measure",
@@ -49,10 +51,11 @@ LAW = {
     "generate": {"hf"},
     "picture": {"mixers", "report"},
     "info": {"", "ops.operator"},
-    "bench": {"", "reference", "ops", "ops.operator", "mixers", "hf", "report"},
+    "bench": {"", "results", "reference", "ops", "ops.operator", "mixers", "hf", "models", "report"},
 }
 ONLY_IN = {
     "matplotlib": {"report"},
+    "jinja2": {"report"},
     "transformers": {"hf", "tasks", "train", "compare", "generate", "bench"},
     "datasets": {"tasks"},
     "numpy": {"tasks"},

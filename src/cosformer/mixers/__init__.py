@@ -33,6 +33,7 @@ __all__ = [
     "layers",
     "names",
     "options",
+    "pattern",
     "register",
     "weights",
 ]

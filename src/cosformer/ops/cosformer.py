@@ -3,8 +3,6 @@
 out_i = sum_j s_ij v_j / sum_j s_ij        s_ij = relu(q_i) . relu(k_j) * cos(pi/2 * (i - j) / M)
 """
 
-from typing import Any
-
 from torch import Tensor
 
 from .checks import Horizon, Rates
