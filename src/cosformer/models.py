@@ -13,6 +13,7 @@ from transformers import AutoConfig, PreTrainedModel
 from . import hf
 from .tasks import Task
 
+
 @dataclass(frozen=True)
 class Size:
     layers: int
@@ -95,12 +96,9 @@ def config_of(
         "num_attention_heads": shape.heads,
     }
     known["initializer_range"] = spread
+    known["intermediate_size"] = 32 * round(2 * wide / 3 / 32)  # a gated MLP has three matrices, not two
     if task.kind == "causal-lm":
-        known["intermediate_size"] = 32 * round(2 * wide / 3 / 32)  # a gated MLP has three matrices, not two
         return hf.CosformerConfig(**{**known, **(fields or {})})
-    known |= {"intermediate_size": wide, "hidden_dropout_prob": 0.0}
-    if task.published is not None:
-        known["pooling"] = task.published.pooling
     if task.num_labels is not None:
         known |= {"num_labels": task.num_labels, "id2label": dict(enumerate(task.labels))}
         known["label2id"] = {label: i for i, label in enumerate(task.labels)}
@@ -141,7 +139,15 @@ def parameters_beside_softmax(
     model: PreTrainedModel, task: Task, *, size: str, fields: dict[str, Any] | None = None
 ) -> float:
     """The share of parameters a model has more than softmax with learned positions at the same size, by shapes alone."""
-    ours = ("mixer_options", "horizon", "layer_types", "full_attention_interval", "short_conv", "qk_norm", "output_gate")
+    ours = (
+        "mixer_options",
+        "horizon",
+        "layer_types",
+        "full_attention_interval",
+        "short_conv",
+        "qk_norm",
+        "output_gate",
+    )
     plain = {k: v for k, v in (fields or {}).items() if k not in ours}
     with torch.device("meta"):
         softmax = CLASSES[task.kind](config_of(task, mixer="softmax", size=size, fields=plain))

@@ -370,8 +370,6 @@ def convolution_weight_gradient(x, dy, width, ahead, boundaries) -> torch.Tensor
 def _convolution(x, y, width, ahead, boundaries, taps, parts) -> bytes:
     (B, L, C), threads = x.shape, torch.get_num_threads()
     sequences = (0, 0) if boundaries is None else (len(boundaries) - 1, boundaries.data_ptr())
-    tensors = [
-        (t.data_ptr(), _DTYPES[t.dtype], t.stride(0), 0, t.stride(1), t.stride(2)) for t in (x, y)
-    ]
+    tensors = [(t.data_ptr(), _DTYPES[t.dtype], t.stride(0), 0, t.stride(1), t.stride(2)) for t in (x, y)]
     pointers = (0 if t is None else t.data_ptr() for t in (taps, parts))
     return _CONVOLUTION.pack(B, L, C, width, ahead, threads, *sequences, *tensors[0], *tensors[1], *pointers)
