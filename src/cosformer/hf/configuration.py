@@ -12,21 +12,23 @@ short_conv      the width of a convolution of q, k and v; None for what the mixe
 qk_norm         RMS norms of q and k; None for what the mixer wants
 output_gate     a layer's output times a sigmoid of its input
 cross_mixer     encoder-decoder only: what reads the source; None means "relu" (no cosine) beside cosformer, else the mixer itself
-pooling         encoder only: a text's vector is that of its first token ("cls"), the mean of all ("mean"), or that mean with
-                batch normalisation ("normed-mean"), for long texts: the means of thousands of tokens are nearly the same for
-                every text, and without it a new model's head takes thousands of steps to tell them apart
+dropout         on the embeddings and on what each block adds
+loss            what training minimises: "softmax", or "one-vs-each" over `loss_samples` classes drawn for each batch (loss.py);
+                evaluation is always the softmax
+pooling         encoder only: how a text becomes one vector, see pooling.py
 """
 
 from typing import Any
 
 import torch
-from transformers import BartConfig, BertConfig, LlamaConfig
+from transformers import BartConfig, LlamaConfig
 
 from .. import mixers
+from .loss import LOSSES
+from .pooling import POOLINGS
 
 FORMAT = 2  # of a saved model: its fields and the names of its weights
 POSITIONS = ("learned", "none", None)
-POOLINGS = ("cls", "mean", "normed-mean")
 BY_TYPE = {
     "full_attention": "softmax",
     "sliding_attention": "local",
@@ -65,6 +67,11 @@ class CosformerFields:
             raise ValueError(f"horizon is {self.horizon}, but mixer {self.mixer!r} has none")
         if self.positions not in POSITIONS:
             raise ValueError(f"positions is {self.positions!r}; one of {', '.join(map(repr, POSITIONS))}")
+        if getattr(self, "loss", "softmax") not in LOSSES or getattr(self, "loss_samples", 1) < 1:
+            raise ValueError(
+                f"loss is {self.loss!r} over {self.loss_samples} samples; one of {', '.join(map(repr, LOSSES))}, "
+                "over 1 sample or more"
+            )
         if getattr(self, dropout):
             raise ValueError(
                 f"{dropout} is {getattr(self, dropout)}; there are no attention weights to drop here"
@@ -130,6 +137,9 @@ class CosformerConfig(CosformerFields, LlamaConfig):
     short_conv: int | None = None
     qk_norm: bool | None = None
     output_gate: bool = False
+    dropout: float = 0.0
+    loss: str = "softmax"
+    loss_samples: int = 256
 
     def __post_init__(self, **kwargs):
         layers, heads = self.num_hidden_layers, self.num_attention_heads
@@ -138,13 +148,13 @@ class CosformerConfig(CosformerFields, LlamaConfig):
         super().__post_init__(**kwargs)
 
 
-class CosformerEncoderConfig(CosformerFields, BertConfig):
-    """An encoder with BERT's blocks."""
+class CosformerEncoderConfig(CosformerFields, LlamaConfig):
+    """An encoder with the same blocks, whose layers see the whole text."""
 
     model_type = "cosformer_encoder"
+    base_model_tp_plan = None
     causal_layers = False
 
-    attention_probs_dropout_prob: float | int = 0.0
     cosformer_format: int = FORMAT
     mixer: str = "cosformer"
     mixer_options: dict | None = None
@@ -156,17 +166,20 @@ class CosformerEncoderConfig(CosformerFields, BertConfig):
     short_conv: int | None = None
     qk_norm: bool | None = None
     output_gate: bool = False
-    pooling: str = "cls"
+    dropout: float = 0.0
+    pooling: str = "max"
+    loss: str = "softmax"
+    loss_samples: int = 256
+    use_cache: bool = False
+    tie_word_embeddings: bool = True
 
     def __post_init__(self, **kwargs):
         layers, heads = self.num_hidden_layers, self.num_attention_heads
-        size = self.hidden_size // heads
-        self.settle(layers=layers, heads=heads, size=size, dropout="attention_probs_dropout_prob")
+        size = self.head_dim or self.hidden_size // heads
+        self.settle(layers=layers, heads=heads, size=size, dropout="attention_dropout")
         super().__post_init__(**kwargs)
         if self.pooling not in POOLINGS:
             raise ValueError(f"pooling is {self.pooling!r}; one of {', '.join(map(repr, POOLINGS))}")
-        if self.is_decoder:
-            raise ValueError("is_decoder=True: this is the encoder; CosformerConfig is the decoder")
 
 
 class CosformerSeq2SeqConfig(CosformerFields, BartConfig):

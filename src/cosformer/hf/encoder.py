@@ -1,169 +1,126 @@
-"""The encoder: BERT's architecture and heads with linear layers.
+"""The encoder: a stack that sees the whole text, and its heads.
 
 `CosformerForPairClassification` is Long-Range Arena's model of two texts, read one by one: [a, b, a * b, a - b] through an MLP.
 
-BERT's heads average their loss over a batch themselves, so the Trainer must not hand them num_items_in_batch
-(`accepts_loss_kwargs`). That is right for classes, one a row; masked tokens are not as many in every batch, so there it is taken.
+A head averages its loss over a batch itself, so the Trainer must not hand it num_items_in_batch (`accepts_loss_kwargs`). That is
+right for classes, one a row; masked tokens are not as many in every batch, so there it is taken.
 """
 
 import torch
 from torch import Tensor, nn
-from transformers.modeling_outputs import SequenceClassifierOutput
-from transformers.models.bert.modeling_bert import (
-    BertForMaskedLM,
-    BertForSequenceClassification,
-    BertForTokenClassification,
-    BertModel,
-    BertPreTrainedModel,
-    BertSelfAttention,
-)
+from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput, TokenClassifierOutput
+from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
 from transformers.utils import can_return_tuple
 
 from .configuration import CosformerEncoderConfig
-from .packing import packed_boundaries
-from .pooling import PooledNorm, mean
-from .pretrained import (
-    CosformerPreTrained,
-    attend,
-    check_learned_positions,
-    check_padding_mask,
-    interior,
-    refuse_weights,
-)
+from .loss import one_vs_each
+from .pooling import Pooling
+from .pretrained import CosformerPreTrained
+from .stack import CosformerStack
 
 
-class CosformerEncoderAttention(BertSelfAttention):
-    """BERT's projections around a mixer that sees the whole text."""
-
-    def __init__(self, config: CosformerEncoderConfig, layer_idx: int):
-        super().__init__(config, is_causal=False, layer_idx=layer_idx)
-        sizes = {"heads": config.num_attention_heads, "kv_heads": config.num_attention_heads}
-        name, size = config.layer_mixers[layer_idx], self.attention_head_size
-        self.interior = interior(config, name, size=size, causal=False, **sizes)
-
-    def forward(self, hidden_states, attention_mask=None, past_key_values=None, cu_seqlens=None, **kwargs):
-        x = hidden_states
-        parts = (x, self.query(x), self.key(x), self.value(x))
-        return attend(
-            self.interior, *parts, causal=False, key_mask=attention_mask, cu_seqlens=cu_seqlens
-        ), None
-
-
-class CosformerEncoderModel(CosformerPreTrained, BertModel):
+class CosformerEncoderModel(CosformerStack):
     config: CosformerEncoderConfig
 
-    def __init__(self, config: CosformerEncoderConfig, add_pooling_layer: bool = True):
-        super().__init__(config, add_pooling_layer)
-        for i, layer in enumerate(self.encoder.layer):
-            layer.attention.self = CosformerEncoderAttention(config, i)
-        if config.positions != "learned":
-            self.embeddings.position_embeddings = NoPositions()
-        if add_pooling_layer and config.pooling == "normed-mean":
-            self.pooled_norm = PooledNorm(config.hidden_size)
-        self.post_init()
 
-    @can_return_tuple
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        token_type_ids=None,
-        position_ids=None,
-        inputs_embeds=None,
-        **kwargs,
-    ):
-        refuse_weights(self.config, kwargs)
-        check_padding_mask("attention_mask", attention_mask)
-        if self.config.positions == "learned":
-            self.check_positions(input_ids, position_ids, inputs_embeds)
-        elif token_type_ids is None:  # BERT would cut its own from a buffer of max_position_embeddings
-            given = input_ids if inputs_embeds is None else inputs_embeds
-            token_type_ids = None if given is None else given.new_zeros(given.shape[:2], dtype=torch.long)
-        if attention_mask is None:
-            kwargs["cu_seqlens"] = packed_boundaries(position_ids)
-        kwargs |= {"token_type_ids": token_type_ids, "position_ids": position_ids, "return_dict": True}
-        out = super().forward(input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs)
-        if self.pooler is not None and self.config.pooling != "cls":
-            pooled = mean(out.last_hidden_state, attention_mask)
-            pooled = self.pooled_norm(pooled) if self.config.pooling == "normed-mean" else pooled
-            out.pooler_output = self.pooler(pooled.unsqueeze(1))  # it reads the first vector
-        return out
+class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
+    """Abstract: an encoder and what reads it."""
 
-    def check_positions(
-        self, input_ids: Tensor | None, position_ids: Tensor | None, inputs_embeds: Tensor | None
-    ) -> None:
-        most = self.config.max_position_embeddings
-        if position_ids is not None:
-            if (
-                position_ids.is_cpu and not torch.compiler.is_compiling()
-            ):  # elsewhere looking would be waiting
-                check_learned_positions("the text of position_ids", int(position_ids.max()) + 1, most)
-        elif input_ids is not None:
-            check_learned_positions("input_ids", input_ids.shape[1], most)
-        elif inputs_embeds is not None:
-            check_learned_positions("inputs_embeds", inputs_embeds.shape[1], most)
-
-
-class NoPositions(nn.Module):
-    """In the place of BERT's position embeddings where there are none."""
-
-    def forward(self, position_ids: Tensor) -> Tensor:
-        return torch.zeros((), device=position_ids.device)
-
-
-class CosformerForMaskedLM(CosformerPreTrained, BertForMaskedLM):
-    config: CosformerEncoderConfig
-
-    def __init__(self, config: CosformerEncoderConfig):
-        super().__init__(config)
-        self.bert = CosformerEncoderModel(config, add_pooling_layer=False)
-        self.post_init()
-
-    @can_return_tuple
-    def forward(
-        self, input_ids=None, attention_mask=None, *args, labels=None, num_items_in_batch=None, **kwargs
-    ):
-        """BERT's. `num_items_in_batch`, from the Trainer: the hidden tokens of all processes and accumulated batches together;
-        the loss is this batch's share of their mean."""
-        if labels is not None and num_items_in_batch is None:
-            kwargs["labels"] = labels
-        out = super().forward(input_ids, attention_mask, *args, return_dict=True, **kwargs)
-        if labels is not None and num_items_in_batch is not None:
-            out.loss = (
-                nn.functional.cross_entropy(out.logits.flatten(0, 1), labels.flatten(), reduction="sum")
-                / num_items_in_batch
-            )
-        return out
-
-
-class CosformerForSequenceClassification(CosformerPreTrained, BertForSequenceClassification):
     config: CosformerEncoderConfig
     accepts_loss_kwargs = False
 
     def __init__(self, config: CosformerEncoderConfig):
         super().__init__(config)
-        self.bert = CosformerEncoderModel(config)
-        self.post_init()
+        self.num_labels = config.num_labels
+        self.model = CosformerEncoderModel(config)
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.model.embed_tokens
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.model.embed_tokens = value
+
+    def hidden(self, input_ids=None, attention_mask=None, **kwargs) -> Tensor:
+        """The last block's output (B, L, C)."""
+        kwargs.pop("token_type_ids", None)  # tokenizers of BERT's kind give them; there are no segments here
+        return self.model(
+            input_ids, attention_mask=attention_mask, return_dict=True, **kwargs
+        ).last_hidden_state
 
 
-class CosformerForTokenClassification(CosformerPreTrained, BertForTokenClassification):
-    config: CosformerEncoderConfig
-    accepts_loss_kwargs = False
-
-    def __init__(self, config: CosformerEncoderConfig):
-        super().__init__(config)
-        self.bert = CosformerEncoderModel(config, add_pooling_layer=False)
-        self.post_init()
-
-
-class CosformerForPairClassification(CosformerPreTrained, BertPreTrainedModel):
-    config: CosformerEncoderConfig
-    accepts_loss_kwargs = False
+class CosformerForMaskedLM(EncoderHead):
+    accepts_loss_kwargs = True
+    _tied_weights_keys = {"decoder.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: CosformerEncoderConfig):
         super().__init__(config)
         size = config.hidden_size
-        self.bert = CosformerEncoderModel(config)
+        self.head = nn.Sequential(nn.Linear(size, size), nn.GELU(), nn.RMSNorm(size, eps=config.rms_norm_eps))
+        self.decoder = nn.Linear(size, config.vocab_size)
+        self.post_init()
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.decoder
+
+    def set_output_embeddings(self, new_embeddings: nn.Module) -> None:
+        self.decoder = new_embeddings
+
+    @can_return_tuple
+    def forward(
+        self, input_ids=None, attention_mask=None, labels=None, num_items_in_batch=None, **kwargs
+    ) -> MaskedLMOutput:
+        """`num_items_in_batch`, from the Trainer: the hidden tokens of all processes and accumulated batches together; the
+        loss is this batch's share of their mean."""
+        logits = self.decoder(self.head(self.hidden(input_ids, attention_mask, **kwargs)))
+        loss = None
+        if labels is not None:
+            whole = "mean" if num_items_in_batch is None else "sum"
+            loss = nn.functional.cross_entropy(
+                logits.flatten(0, 1).float(), labels.flatten(), reduction=whole
+            )
+            loss = loss if num_items_in_batch is None else loss / num_items_in_batch
+        return MaskedLMOutput(loss=loss, logits=logits)
+
+
+class CosformerForSequenceClassification(EncoderHead):
+    def __init__(self, config: CosformerEncoderConfig):
+        super().__init__(config)
+        self.pooling = Pooling(config.pooling, config.hidden_size)
+        self.dropout = nn.Dropout(config.dropout)
+        self.classifier = nn.Linear(self.pooling.size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs) -> SequenceClassifierOutput:
+        pooled = self.pooling(self.hidden(input_ids, attention_mask, **kwargs), attention_mask)
+        pooled = self.dropout(pooled)
+        if labels is not None and self.training and self.config.loss == "one-vs-each":
+            weight, bias = self.classifier.weight, self.classifier.bias
+            loss = one_vs_each(pooled, weight, bias, labels, samples=self.config.loss_samples)
+            return SequenceClassifierOutput(loss=loss)
+        logits = self.classifier(pooled)
+        return SequenceClassifierOutput(loss=class_loss(self.config, logits, labels), logits=logits)
+
+
+class CosformerForTokenClassification(EncoderHead):
+    def __init__(self, config: CosformerEncoderConfig):
+        super().__init__(config)
+        self.dropout = nn.Dropout(config.dropout)
+        self.classifier = nn.Linear(config.hidden_size, config.num_labels)
+        self.post_init()
+
+    @can_return_tuple
+    def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs) -> TokenClassifierOutput:
+        logits = self.classifier(self.dropout(self.hidden(input_ids, attention_mask, **kwargs)))
+        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        return TokenClassifierOutput(loss=loss, logits=logits)
+
+
+class CosformerForPairClassification(EncoderHead):
+    def __init__(self, config: CosformerEncoderConfig):
+        super().__init__(config)
+        self.pooling = Pooling(config.pooling, config.hidden_size)
+        size = self.pooling.size
         self.classifier = nn.Sequential(
             nn.Linear(4 * size, size), nn.ReLU(), nn.Linear(size, config.num_labels)
         )
@@ -171,12 +128,24 @@ class CosformerForPairClassification(CosformerPreTrained, BertPreTrainedModel):
 
     @can_return_tuple
     def forward(
-        self, input_ids, pair_input_ids, attention_mask=None, pair_attention_mask=None, labels=None, **kwargs
-    ):
-        a = self.bert(input_ids, attention_mask=attention_mask, return_dict=True, **kwargs).pooler_output
-        b = self.bert(
-            pair_input_ids, attention_mask=pair_attention_mask, return_dict=True, **kwargs
-        ).pooler_output
+        self,
+        input_ids=None,
+        pair_input_ids=None,
+        attention_mask=None,
+        pair_attention_mask=None,
+        labels=None,
+        **kwargs,
+    ) -> SequenceClassifierOutput:
+        a = self.pooling(self.hidden(input_ids, attention_mask, **kwargs), attention_mask)
+        b = self.pooling(self.hidden(pair_input_ids, pair_attention_mask, **kwargs), pair_attention_mask)
         logits = self.classifier(torch.cat([a, b, a * b, a - b], -1))
-        loss = None if labels is None else nn.functional.cross_entropy(logits, labels)
-        return SequenceClassifierOutput(loss=loss, logits=logits)
+        return SequenceClassifierOutput(loss=class_loss(self.config, logits, labels), logits=logits)
+
+
+def class_loss(config: CosformerEncoderConfig, logits: Tensor, labels: Tensor | None) -> Tensor | None:
+    """Cross entropy of classes; the squared error where there is one number to tell (`num_labels` 1)."""
+    if labels is None:
+        return None
+    if config.num_labels == 1:
+        return nn.functional.mse_loss(logits.squeeze(-1).float(), labels.float())
+    return nn.functional.cross_entropy(logits.float(), labels)

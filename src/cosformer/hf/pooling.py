@@ -1,9 +1,20 @@
-"""How an encoder's tokens become one vector: the mean of those kept, and its normalisation over a batch."""
+"""How an encoder's tokens become one vector for a text: (B, L, C) -> (B, size), over the tokens that are kept.
+
+first        the first token's
+mean         the mean
+max          the largest value of each channel
+mean-max     both, side by side
+attention    a weighted mean, with the softmax of a learned score as weights
+normed-mean  the mean with batch normalisation: the means of thousands of tokens are nearly the same for every text
+"""
+
+import math
 
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.nn.functional import all_reduce
 
+POOLINGS = ("first", "mean", "max", "mean-max", "attention", "normed-mean")
 MOMENTUM = 0.2  # while a model learns, the mean of all texts moves by more than texts differ: the running one must follow fast
 
 
@@ -38,9 +49,31 @@ class PooledNorm(nn.BatchNorm1d):
         return (pooled - mean) * (spread + self.eps).rsqrt() * self.weight + self.bias
 
 
-def mean(hidden: Tensor, mask: Tensor | None) -> Tensor:
-    """(B, L, C) -> (B, C), over what the mask keeps."""
-    if mask is None:
-        return hidden.mean(1)
-    keep = mask.to(hidden.dtype).unsqueeze(-1)
-    return (hidden * keep).sum(1) / keep.sum(1).clamp_min(1)
+class Pooling(nn.Module):
+    """One vector a text, in the way called `kind`; `size` is that of the vector."""
+
+    def __init__(self, kind: str, size: int):
+        super().__init__()
+        self.kind, self.size = kind, 2 * size if kind == "mean-max" else size
+        self.norm = PooledNorm(size) if kind == "normed-mean" else None
+        self.score = nn.Linear(size, 1) if kind == "attention" else None
+
+    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+        keep = (
+            torch.ones_like(hidden[..., :1], dtype=torch.bool) if mask is None else mask.bool().unsqueeze(-1)
+        )
+        if self.kind == "first":
+            return hidden.gather(
+                1, keep.int().argmax(1, keepdim=True).expand(-1, 1, hidden.shape[2])
+            ).squeeze(1)
+        if self.score is not None:
+            weight = self.score(hidden).masked_fill(~keep, -math.inf).softmax(1)
+            return (weight * hidden.masked_fill(~keep, 0)).sum(1)
+        mean = hidden.masked_fill(~keep, 0).sum(1) / keep.sum(1).clamp_min(1)
+        if self.kind in ("max", "mean-max"):
+            most = hidden.masked_fill(~keep, torch.finfo(hidden.dtype).min).amax(1)
+            return most if self.kind == "max" else torch.cat([mean, most], -1)
+        return mean if self.norm is None else self.norm(mean)
+
+    def extra_repr(self) -> str:
+        return self.kind

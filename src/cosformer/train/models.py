@@ -14,6 +14,7 @@ from .. import hf
 from ..tasks import Task
 
 
+
 @dataclass(frozen=True)
 class Size:
     layers: int
@@ -96,12 +97,9 @@ def config_of(
         "num_attention_heads": shape.heads,
     }
     known["initializer_range"] = spread
+    known["intermediate_size"] = 32 * round(2 * wide / 3 / 32)  # a gated MLP has three matrices, not two
     if task.kind == "causal-lm":
-        known["intermediate_size"] = 32 * round(2 * wide / 3 / 32)  # a gated MLP has three matrices, not two
         return hf.CosformerConfig(**{**known, **(fields or {})})
-    known |= {"intermediate_size": wide, "hidden_dropout_prob": 0.0}
-    if task.published is not None:
-        known["pooling"] = task.published.pooling
     if task.num_labels is not None:
         known |= {"num_labels": task.num_labels, "id2label": dict(enumerate(task.labels))}
         known["label2id"] = {label: i for i, label in enumerate(task.labels)}
