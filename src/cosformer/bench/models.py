@@ -14,7 +14,8 @@ import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from ..hf import CosformerConfig, CosformerForCausalLM
-from ..models import Size, mixer_fields
+from ..hf.sizes import Size
+from ..mixers import pattern
 from ..results import Cost
 from .measure import Say, Work, in_turns, peak_memories
 
@@ -41,7 +42,7 @@ def build(mixer: str, length: int, size: Size) -> Any:
     torch.manual_seed(0)
     if mixer == "softmax+rope":
         return LlamaForCausalLM._from_config(LlamaConfig(**fields), attn_implementation="sdpa")
-    return CosformerForCausalLM(CosformerConfig(**fields, **mixer_fields(mixer)))
+    return CosformerForCausalLM(CosformerConfig(**fields, mixer=mixer))
 
 
 def able(mixer: str, work: str) -> bool:
@@ -134,7 +135,7 @@ def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
     mixers = args.models or MIXERS
     for mixer in mixers:
         try:
-            mixer_fields(mixer)
+            pattern(mixer)
         except ValueError as error:
             raise SystemExit(f"bench: {error}") from None
     options = {"size": SIZE, "seconds": args.seconds, "say": say}
