@@ -32,6 +32,14 @@ def span_of(horizons: Iterable[float], otherwise: float) -> float:
     return max((h for h in horizons if h < math.inf), default=otherwise)
 
 
+class Gate(nn.Linear):
+    """A linear layer that starts at zero, whatever it reads."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+        nn.init.zeros_(self.bias)
+
+
 class Decay(nn.Module):
     """The rates of one layer: made once from a `spec` of the vocabulary above, then `rates(x)`.
 
@@ -65,7 +73,7 @@ class Decay(nn.Module):
         values = None if self._numbers is None else self.start(device)
         self.register_buffer("constant", None if learn else values, persistent=False)
         self.log_rates = nn.Parameter(values.log()) if learn and values is not None else None
-        self.gate = nn.Linear(width, heads, device=device, dtype=dtype) if self.gated else None
+        self.gate = Gate(width, heads, device=device, dtype=dtype) if self.gated else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -76,8 +84,7 @@ class Decay(nn.Module):
             if self.log_rates is not None:
                 self.log_rates.copy_(self.start().log())
             if self.gate is not None:
-                self.gate.weight.zero_()
-                self.gate.bias.zero_()
+                self.gate.reset_parameters()
 
     def rates(self, x: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor | None:
         """Rates (H,), or of a gate (B, H, L) for a layer's input x (B, L, C); None without decay.

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .decay import Gate
 from .mixers import Mixer, weights
 from .ops.convolution import short_convolution
 
@@ -95,10 +96,7 @@ class Interior(nn.Module):
         normed = mixer.qk_norm if qk_norm is None else qk_norm
         self.q_norm = nn.RMSNorm(size, eps=norm_eps, **made) if normed else None
         self.k_norm = nn.RMSNorm(size, eps=norm_eps, **made) if normed else None
-        self.gate = nn.Linear(mixer.width, heads * size, **made) if output_gate else None
-        if self.gate is not None:
-            nn.init.zeros_(self.gate.weight)
-            nn.init.zeros_(self.gate.bias)
+        self.gate = Gate(mixer.width, heads * size, **made) if output_gate else None
 
     def forward(
         self,

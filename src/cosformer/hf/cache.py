@@ -89,8 +89,11 @@ class Tokens:
 
 
 class StreamLayer(KeptLayer):
-    """What a layer remembers of its own tokens. A state cannot forget, so going back means starting from an earlier one:
-    after `activate_past_recording` the tokens since the last `crop` are kept, and those that stay are read again."""
+    """What a layer remembers of its own tokens.
+
+    A state cannot forget, so going back means starting from an earlier one: after `activate_past_recording`
+    the tokens since the last `crop` are kept, and those that stay are read again.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,17 +102,21 @@ class StreamLayer(KeptLayer):
         self.since: list[Tokens] = []  # ... and what was read after it
         self.replay = False
 
-    def stream(self, interior: Interior, *inputs: Tensor, key_mask: Tensor | None) -> Tensor:
+    def stream(
+        self, interior: Interior, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None
+    ) -> Tensor:
         """The next tokens through a layer's interior: x, q, k, v (B, L, .) -> (B, L, .)."""
-        if self.replay:  # tokens were taken back: read those that stay again
-            self.kept, self.replay = self.origin, False
+        if self.replay:  # tokens were taken back: those that stay are read again, and settled
+            self.kept = self.origin
             for seen in self.since:
-                _, self.kept = interior.stream(*seen.inputs, self.kept, key_mask=seen.key_mask)
-        if self.record_past:
-            self.since.append(
-                mapped(Tokens(inputs, key_mask), torch.clone)
-            )  # the caller may reuse its buffers
-        out, self.kept = interior.stream(*inputs, self.kept, key_mask=key_mask)
+                self._read(interior, *seen.inputs, key_mask=seen.key_mask)
+            self.origin, self.since, self.replay = self.kept, [], False
+        if self.record_past:  # clones: the caller may reuse its buffers
+            self.since.append(mapped(Tokens((x, q, k, v), key_mask), torch.clone))
+        return self._read(interior, x, q, k, v, key_mask=key_mask)
+
+    def _read(self, interior: Interior, x, q, k, v, *, key_mask: Tensor | None) -> Tensor:
+        out, self.kept = interior.stream(x, q, k, v, self.kept, key_mask=key_mask)
         self.is_initialized = True
         return out
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import initialization as init
 
-from ..decay import Decay
+from ..decay import Decay, Gate
 from ..layer import Interior, ShortConvolution
 from .cache import CosformerCache, StreamLayer
 from .interface import padding, reaches
@@ -63,18 +63,14 @@ class CosformerPreTrained(Base):
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, ShortConvolution):
             init.copy_(module.weight, module.identity())
-        elif isinstance(module, Interior):
-            if module.gate is not None:  # visited before as a linear layer like any other
-                init.zeros_(module.gate.weight)
-                init.zeros_(module.gate.bias)
+        elif isinstance(module, Gate):
+            init.zeros_(module.weight)
+            init.zeros_(module.bias)
         elif isinstance(module, Decay):
             if module.constant is not None:
                 init.copy_(module.constant, module.start())
             if module.log_rates is not None:
                 init.copy_(module.log_rates, module.start().log())
-            if module.gate is not None:
-                init.zeros_(module.gate.weight)
-                init.zeros_(module.gate.bias)
         else:
             super()._init_weights(module)
 
