@@ -100,7 +100,7 @@ def test_the_registry_says_what_it_takes(tmp_path):
     with pytest.raises(TypeError, match="task 'listops' has no setting 'tokenizer'; it takes data, length"):
         tasks.build("listops", tokenizer="bytes")
     for name in ("text", "retrieval", "image"):
-        with pytest.raises(TypeError, match=f"task '{name}' needs data="):
+        with pytest.raises(TypeError, match=f"task '{name}' needs --data"):
             tasks.build(name)
 
 

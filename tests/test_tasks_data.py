@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 import tracemalloc
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,11 +17,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cosformer import tasks
 from cosformer.tasks import DataError, build, cu_seqlens
 from cosformer.tasks.collate import Collate
 from cosformer.tasks.corpus import Corpus
 from cosformer.tasks.packing import Masked, Packed
-from cosformer.tasks.source import Holdout, files, rows
+from cosformer.tasks.reading import BadRows
+from cosformer.tasks.source import Holdout, Source, files, rows
 from cosformer.tasks.table import Table, Writer
 from cosformer.tasks.tokens import byte_characters, encoder
 
@@ -40,6 +43,11 @@ def cache(tmp_path, monkeypatch):
     return folder
 
 
+def leftovers(cache: Path) -> list[Path]:
+    """What a failure left behind; a vocabulary that was made whole before it is none."""
+    return [p for p in cache.glob("*") if not p.name.startswith("tokenizer-")]
+
+
 def table(path: Path, documents) -> Table:
     path.mkdir(exist_ok=True)
     with Writer(path, dtype="uint16") as writer:
@@ -50,7 +58,7 @@ def table(path: Path, documents) -> Table:
 
 def pieces(data, *, separator=None, holdout=0.05):
     """What a corpus yields: (split, text, end of document)."""
-    return list(Corpus(data, text=None, separator=separator, holdout=holdout, seed=0))
+    return list(Corpus(Source(data=data, holdout=holdout, seed=0), text=None, separator=separator))
 
 
 def tokens_of(packed: Packed):
@@ -247,7 +255,7 @@ def test_holdout_is_exact_in_every_block_and_depends_on_the_seed():
 def test_pairs_are_joined_and_the_longer_gives_way(tmp_path):
     lines = ["question1\tquestion2\tlabel"] + [f"{'a' * 50}\t{'b' * 5}\t{i % 2}" for i in range(40)]
     (tmp_path / "p.tsv").write_text("\n".join(lines))
-    task = build("classify", data=tmp_path / "p.tsv", pair="question2", length=32)
+    task = build("classify", data=tmp_path / "p.tsv", pair="question2", length=32, tokenizer="bytes")
     ids = task.train[0]["input_ids"]
     assert task.tokenizer.decode(ids) == "<s>" + "a" * 24 + "<sep>" + "b" * 5 + "</s>"
     assert len(ids) == 32
@@ -297,9 +305,9 @@ def test_a_name_of_two_splits(tmp_path):
 
 
 def test_a_separator_across_two_pieces_is_found(tmp_path, monkeypatch):
-    from cosformer.tasks import corpus, source
+    from cosformer.tasks import corpus, reading
 
-    monkeypatch.setattr(source, "PIECE", 7)
+    monkeypatch.setattr(reading, "PIECE", 7)
     monkeypatch.setattr(corpus, "PIECE", 7)
     stories = [f"tale {i} is of words é" for i in range(12)]
     (tmp_path / "s.txt").write_text("<|end|>".join(stories))
@@ -345,7 +353,7 @@ def test_a_tokenizer_trained_on_the_data_counts_bytes_exactly(tmp_path):
     )
     with pytest.raises(ValueError, match="at least 261"):
         build("lm", data=tmp_path / "t.txt", tokenizer="bpe:100")
-    with pytest.raises(DataError, match="must be 'bytes', 'bpe:SIZE', or a path"):
+    with pytest.raises(DataError, match="must be 'bytes', 'bpe', 'bpe:SIZE', or a path"):
         build("lm", data=tmp_path / "t.txt", tokenizer=str(tmp_path / "nowhere"))
 
 
@@ -364,6 +372,7 @@ def test_bare_vocabularies_are_read(tmp_path):
 
 def test_prepared_data_is_made_once_and_again_when_anything_changes(tmp_path, cache):
     path = write_rows(tmp_path, ".csv")
+    build = partial(tasks.build, tokenizer="bytes")
     build("classify", data=path)
     before = {p.name: p.stat().st_mtime_ns for p in cache.iterdir()}
     build("classify", data=path)
@@ -388,7 +397,7 @@ def test_a_failure_leaves_nothing_behind(tmp_path, cache):
         file.write("only one field\n")
     with pytest.raises(DataError, match=r"data.csv:62: expected 2 fields \(text, label\), got 1"):
         build("classify", data=path)
-    assert not cache.exists() or not list(cache.iterdir())
+    assert not leftovers(cache)
 
 
 def test_a_cache_by_argument_and_two_processes_at_once(tmp_path):
@@ -424,7 +433,7 @@ def test_text_larger_than_the_memory_budget_streams(tmp_path, lines):
     build("copy", examples=(1, 1, 1))
     encoder("bytes")  # imports are not data
     tracemalloc.start()
-    task = build("lm", data=tmp_path / "big.txt", length=4096)
+    task = build("lm", data=tmp_path / "big.txt", length=4096, tokenizer="bytes")
     item = task.train[len(task.train) - 1]
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
@@ -472,9 +481,14 @@ def put(folder: Path, name: str, content: bytes) -> Path:
             "classify",
             "a.csv",
             b"words,label\nx,1\ny,0\n",
-            r"a\.csv:2: no column named text .*; found words, label\. Pass text=",
+            r"a\.csv:2: no column named text .*; found words, label\. Name it: --set task\.text=COLUMN",
         ),
-        ("classify", "a.tsv", b"text\tmark\nx\t1\n", r"a\.tsv:2: no column named label .* Pass label="),
+        (
+            "classify",
+            "a.tsv",
+            b"text\tmark\nx\t1\n",
+            r"a\.tsv:2: no column named label .* Name it: --set task\.label=COLUMN",
+        ),
         ("classify", "a.tsv", b"text\tlabel\n\xe9\t1\n", r"a\.tsv:2: byte 0xe9 is not UTF-8"),
         (
             "classify",
@@ -483,7 +497,12 @@ def put(folder: Path, name: str, content: bytes) -> Path:
             r"a\.tsv:2: column 'text' must hold text; got ' '",
         ),
         ("classify", "a.tsv", b"text\tlabel\nx\t\n", r"a\.tsv:2: column 'label' must hold a label"),
-        ("classify", "a.tsv", b"text\tlabel\n" + b"x\t1\n" * 30, r"1 label\(s\) \['1'\]; two or more"),
+        (
+            "classify",
+            "a.tsv",
+            b"text\tlabel\n" + b"x\t1\n" * 30,
+            r"24 training rows have 1 label\(s\) \(1\); two or more",
+        ),
         ("classify", "a.tsv", b"text\tlabel\nx\t1\ny\t0\n", "split is empty"),
         ("classify", "a.parquet", b"PAR1", r"expected one of \.csv, \.tsv, \.jsonl"),
         ("seq2seq", "a.tsv", b"source\tgoal\nx\ty\n", r"a\.tsv:2: no column named target"),
@@ -494,7 +513,7 @@ def test_what_is_wrong_is_said_with_file_and_line(tmp_path, cache, task, name, c
     path = put(tmp_path, name, content)
     with pytest.raises(DataError, match=message):
         build(task, data=path)
-    assert not cache.exists() or not list(cache.iterdir()), "something half-written was left"
+    assert not leftovers(cache)
 
 
 def test_labels_outside_the_set(tmp_path, cache):
@@ -505,7 +524,7 @@ def test_labels_outside_the_set(tmp_path, cache):
         build("classify", data=tmp_path / "d")
     with pytest.raises(DataError, match=r"train\.tsv:3: label '1' is not one of 0, 2"):
         build("classify", data=tmp_path / "d", labels=[0, 2])
-    assert not list(cache.iterdir())
+    assert not leftovers(cache)
     assert build("classify", data=tmp_path / "d", labels=[0, 1, 2]).labels == ("0", "1", "2")
 
 
@@ -523,11 +542,11 @@ def test_folders(tmp_path):
 
 def test_a_long_field_is_no_error(tmp_path):
     path = put(tmp_path, "a.csv", b"text,label\n" + b"x" * 300_000 + b",1\n")
-    assert len(next(rows(path)).fields["text"]) == 300_000
+    assert len(next(rows(path, bad=BadRows())).fields["text"]) == 300_000
 
 
 def test_without_data_the_standard_library_is_read():
     task = build("lm", length=256)
     text = task.tokenizer.decode(task.validation.table.values("tokens")[:20_000])
     assert "import" in text and "def " in text
-    assert len(task.train) > 10_000
+    assert len(task.train) > 5_000

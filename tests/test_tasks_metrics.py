@@ -103,7 +103,14 @@ def test_evaluation_by_the_trainer_gives_the_same_numbers(tmp_path):
 
     (tmp_path / "t.txt").write_text("".join(f"line {i} says {i * i}\n" for i in range(400)))
     task = build(
-        "lm", data=tmp_path / "t.txt", length=32, stride=8, holdout=0.1, cache=tmp_path / "c", isolate=False
+        "lm",
+        data=tmp_path / "t.txt",
+        length=32,
+        stride=8,
+        holdout=0.1,
+        cache=tmp_path / "c",
+        isolate=False,
+        tokenizer="bytes",
     )
     torch.manual_seed(0)
     model = GPT2LMHeadModel(

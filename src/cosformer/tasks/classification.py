@@ -1,6 +1,7 @@
 """Text to a class: `classify` for one's own table; Long-Range Arena's `text` (IMDB) and `retrieval` (AAN)."""
 
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,18 +10,19 @@ import torch
 from torch import Tensor
 
 from .collate import Collate
-from .contract import SPLITS, DataError, Published, Special, Task
+from .contract import SPLITS, DataError, Published, Special, Task, listed, shown
 from .generated import reviews
-from .metrics import class_scores
+from .metrics import class_scores, majority
 from .published import PUBLISHED
-from .source import Row
-from .table import Mapped, Table, Writer
-from .texts import Texts, cut_note
+from .source import Row, Source
+from .table import Mapped, Table
+from .texts import Texts, length_for
 
 TEXT = ("text", "sentence", "sentence1", "text1", "question1", "premise", "review", "content", "source")
 PAIR = ("sentence2", "text2", "question2", "hypothesis", "pair")
 LABEL = ("label", "labels", "target", "class", "sentiment", "category")
 IMDB = ("label", "rating", "id", "text")
+MANY = 100  # labels that no small table may have
 AAN = ("label", "id1", "id2", "text1", "text2")
 
 
@@ -28,21 +30,24 @@ def label_of(row: Row, asked: str | None) -> str:
     """A record's label as a string; 1.0 is 1, as AAN writes labels."""
     name = row.column(asked, LABEL, argument="label")
     value = row.fields[name]
-    text = str(int(value)) if isinstance(value, (bool, int)) else value
-    if not isinstance(text, str) or not text.strip():
-        raise row.error(f"column {name!r} must hold a label; got {value!r}")
-    text = text.strip()
+    text = str(int(value) if isinstance(value, bool) else value).strip()
+    if not isinstance(value, (str, bool, int, float)) or not text:
+        raise row.error(f"column {name!r} must hold a label; got {shown(value)}")
     whole = text.removesuffix(".0")
     return whole if whole.isdigit() else text
 
 
-def label_set(rows: Iterable[tuple[str, Row]], asked: str | None) -> list[str]:
+def label_set(labels: Iterable[tuple[str, str]]) -> list[str]:
     """The labels of the training rows, in order: of number if all are whole numbers, else of the alphabet."""
-    seen = {label_of(row, asked) for split, row in rows if split == "train"}
-    if len(seen) < 2:
-        raise DataError(f"the training rows have {len(seen)} label(s) {sorted(seen)}; two or more are needed")
-    numeric = all(label.lstrip("-").isdigit() for label in seen)
-    return sorted(seen, key=int if numeric else None)
+    count = Counter(label for split, label in labels if split == "train")
+    numeric = all(label.lstrip("-").isdigit() for label in count)
+    names = sorted(count, key=int if numeric else None)
+    said = f"the {count.total():,} training rows have {len(names):,} label(s) ({listed(names)})"
+    if len(names) < 2:
+        raise DataError(f"{said}; two or more are needed")
+    if len(names) > max(MANY, count.total() / 2):
+        raise DataError(f"{said}; classes are needed, not measurements or texts: --set task.label=COLUMN")
+    return names
 
 
 def assembled(row: dict[str, Any], *, length: int, special: Special, towers: bool) -> dict[str, Any]:
@@ -75,70 +80,75 @@ def _task(
     name: str,
     texts: Texts,
     *,
-    length: int,
+    length: int | None,
     label: str | None = None,
     labels: Sequence[str] | None = None,
     towers: bool = False,
     published: Published | None = None,
 ) -> Task:
-    if length < 8:
+    if length is not None and length < 8:
         raise ValueError(f"length must be at least 8; got {length}")
+    encode = texts.encoder
+    facts: dict[str, Any] = {}
 
-    def fill(writer: Writer) -> None:
-        names = [str(name) for name in labels or label_set(texts.rows(), label)]
-        number = {name: index for index, name in enumerate(names)}
-        writer.facts["labels"] = names
-        for split, row in texts.rows():
+    def rows() -> Iterator[tuple[str, dict[str, Any]]]:
+        marks = texts.source.each(lambda row: label_of(row, label))
+        names = [str(name) for name in labels or label_set(marks)]
+        facts["labels"] = names
+
+        def numbered(row: Row) -> dict[str, Any]:
             mark = label_of(row, label)
-            if mark not in number:
-                raise row.error(f"label {mark!r} is not one of {', '.join(names)}")
-            writer.add(split, {**texts.tokens(row), "labels": number[mark]})
+            if mark not in names:
+                raise row.error(f"label {shown(mark)} is not one of {listed(names)}")
+            return {**texts.tokens(row), "labels": names.index(mark)}
 
-    needed = SPLITS if texts.holdout else ("train", "test")  # as published, the test set validates, too
-    tables, facts = texts.stored("classified", fill, label=label, labels=labels, needed=needed)
-    cut = partial(assembled, length=length, special=texts.encoder.special, towers=towers)
+        yield from texts.source.each(numbered)
+
+    # As published, the test set may validate, too.
+    needed = SPLITS if texts.source.holdout else ("train", "test")
+    tables = texts.stored("classified", rows, facts=facts, label=label, labels=labels, needed=needed)
+    length, notes = length_for(tokens_needed(tables["train"], texts.roles, towers=towers), length)
+    cut = partial(assembled, length=length, special=encode.special, towers=towers)
     sets: dict[str, Any] = {split: Mapped(tables[split], cut) for split in SPLITS if len(tables[split])}
     return Task(
         name=name,
         kind="pair-classification" if towers else "sequence-classification",
         **{"validation": sets["test"], **sets},
         **class_scores(),
-        collate=Collate(texts.encoder.special.pad),
-        special=texts.encoder.special,
-        vocab_size=texts.encoder.size,
+        collate=Collate(encode.special.pad),
+        special=encode.special,
+        vocab_size=encode.size,
         max_length=length,
         labels=tuple(facts["labels"]),
-        tokenizer=texts.encoder.tokenizer,
+        tokenizer=encode.fit(length, single="bos $A", pair="bos $A sep $B eos"),
         published=published,
         settings={"length": length, "label": label, **texts.settings},
-        notes=tuple(cut_note(tokens_needed(tables["train"], texts.roles, towers=towers), length)),
+        fingerprint=encode.fingerprint(texts.key["content"]),
+        majority=majority(tables["test"].values("labels")),
+        notes=(*facts["notes"], *notes),
     )
 
 
 def classify(
     *,
     data: Any = None,
-    length: int = 256,
-    tokenizer: str = "bytes",
+    length: int | None = None,
+    tokenizer: str = "bpe",
     columns: Sequence[str] | None = None,
     text: str | None = None,
     pair: str | None = None,
     label: str | None = None,
     labels: Sequence[str] | None = None,
     holdout: float = 0.1,
+    skip_bad_rows: int = 0,
     seed: int = 0,
     cache: Any = None,
 ) -> Task:
     """Texts, or pairs if `pair` names the second column. `columns` names those of a file without a header."""
     roles = {"text": (text, TEXT), "pair": (pair, PAIR)} if pair else {"text": (text, TEXT)}
-    reading: dict[str, Any] = {
-        "columns": columns,
-        "holdout": holdout,
-        "seed": seed,
-        "tokenizer": tokenizer,
-        "cache": cache,
-    }
-    texts = Texts(data, roles=roles, generated=reviews, **reading)
+    source = Source(data=data, columns=columns, holdout=holdout, seed=seed, cache=cache, generated=reviews)
+    source.skip_bad_rows = skip_bad_rows
+    texts = Texts(source, roles=roles, tokenizer=tokenizer)
     return _task("classify", texts, length=length, label=label, labels=labels)
 
 
@@ -157,14 +167,8 @@ def text(
     them from a header). As published, validation is the test set; `holdout` takes a share of the training
     set instead.
     """
-    reading: dict[str, Any] = {
-        "columns": columns,
-        "holdout": holdout,
-        "seed": seed,
-        "tokenizer": "bytes",
-        "cache": cache,
-    }
-    texts = Texts(data, roles={"text": (None, TEXT)}, **reading)
+    source = Source(data=data, columns=columns, holdout=holdout, seed=seed, cache=cache)
+    texts = Texts(source, roles={"text": (None, TEXT)}, tokenizer="bytes")
     return _task("text", texts, length=length, published=PUBLISHED["text"])
 
 
@@ -176,13 +180,7 @@ def retrieval(
     `data` is the published folder (new_aan_pairs.train.tsv, .eval.tsv, .test.tsv), without headers.
     """
     roles = {"text": ("text1", TEXT), "pair": ("text2", PAIR)}
-    reading: dict[str, Any] = {
-        "columns": columns,
-        "holdout": 0.1,
-        "seed": seed,
-        "tokenizer": "bytes",
-        "cache": cache,
-    }
-    texts = Texts(data, roles=roles, **reading)
+    source = Source(data=data, columns=columns, holdout=0.1, seed=seed, cache=cache)
+    texts = Texts(source, roles=roles, tokenizer="bytes")
     published = PUBLISHED["retrieval"]
     return _task("retrieval", texts, length=length, labels=("0", "1"), towers=True, published=published)

@@ -1,6 +1,6 @@
 """What a task is: three sets, a collate function, metrics, and the few numbers that a model is built with."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +10,18 @@ from torch.utils.data import Dataset
 KINDS = ("causal-lm", "masked-lm", "sequence-classification", "pair-classification", "seq2seq")
 SPLITS = ("train", "validation", "test")
 IGNORE = -100  # the label that torch's cross entropy, and so every Hugging Face model, leaves out of the loss
+
+
+def shown(value: Any, most: int = 60) -> str:
+    """A value as an error shows it: cut, if it is long."""
+    text = value if isinstance(value, str) else repr(value)
+    return repr(value) if len(text) <= most else f"{text[:most]!r}... ({len(text):,} characters)"
+
+
+def listed(names: Collection[Any], most: int = 8) -> str:
+    """Names by comma, the first of them if they are many."""
+    first = ", ".join(name if len(name) <= 40 else f"{name[:40]}..." for name in map(str, [*names][:most]))
+    return first if len(names) <= most else f"{first} and {len(names) - most:,} more"
 
 
 class DataError(ValueError):
@@ -94,6 +106,8 @@ class Task:
     tokenizer: Any = None  # Hugging Face's, to be saved beside the model; None where the input is not text
     published: Published | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)  # all the data depends on, as JSON can hold it
+    fingerprint: str  # of the content read (and its vocabulary), or of how it is made; not of paths
+    majority: float | None = None  # classification only: the share of the test set's most frequent class
     notes: tuple[str, ...] = ()  # what a user should be told of the data, a line each
 
     def __post_init__(self):

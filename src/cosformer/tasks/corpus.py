@@ -1,41 +1,14 @@
 """Running text as documents in splits: the input of language modelling, read as a stream."""
 
-import sys
-import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
-from .cache import digest
 from .contract import SPLITS, DataError
-from .source import (
-    PIECE,
-    TABLES,
-    Holdout,
-    files,
-    fingerprint,
-    form,
-    is_saved_dataset,
-    locate,
-    opened,
-    pieces,
-    split_rows,
-)
+from .reading import PIECE, form, opened, pieces
+from .source import TABLES, Holdout, Source, files, is_saved_dataset
 
 TEXT_COLUMNS = ("text", "content", "sentence", "document", "review")
-NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
 Piece = tuple[str, str, bool]  # split, text, whether the document ends here
-
-
-def standard_library() -> list[Path]:
-    """The Python standard library's source, but its tests and what the build left in _*.py."""
-    home = Path(sysconfig.get_paths()["stdlib"])
-    named = (p for p in home.rglob("[!_]*.py") if not NOT_LIBRARY & set(p.relative_to(home).parts))
-    found = sorted(p for p in named if p.stat().st_size)
-    if not found:
-        version = ".".join(map(str, sys.version_info[:2]))
-        raise DataError(f"Python {version} has no library source in {home}; pass data=...")
-    return found
 
 
 class Corpus:
@@ -46,36 +19,27 @@ class Corpus:
     the end going to test.
     """
 
-    def __init__(self, data: Any, *, text: str | None, separator: str | None, holdout: float, seed: int):
-        self.data, self.text, self.separator, self.holdout, self.seed = data, text, separator, holdout, seed
-        self.parts: dict[str, list[Path]] = {}  # a saved data set has no files of ours
-        if data is None:
-            self.parts = {"all": standard_library()}
-        elif not is_saved_dataset(locate(data)):
-            self.parts = files(data)
+    def __init__(self, source: Source, *, text: str | None, separator: str | None):
+        self.source, self.text, self.separator = source, text, separator
+        # A saved data set has no files of ours.
+        self.parts = {} if is_saved_dataset(source.data) else files(source.data)
         forms = {form(file) in TABLES for members in self.parts.values() for file in members}
         if len(forms) > 1:
             wanted = f"either text or tables ({', '.join(TABLES)}), not both"
-            raise DataError(f"a folder must hold {wanted}", path=data)
+            raise DataError(f"a folder must hold {wanted}", path=source.data)
         self.is_table = not self.parts or forms == {True}
-
-    def key(self) -> dict[str, Any]:
-        """Everything the documents depend on."""
-        content = (
-            [digest(file) for file in self.parts["all"]] if self.data is None else fingerprint(self.data)
-        )
-        choices = {"text": self.text, "separator": self.separator, "holdout": self.holdout, "seed": self.seed}
-        return {"content": content, **choices}
+        self.key = {**source.key(), "text": text, "separator": separator}  # all that documents depend on
 
     def __iter__(self) -> Iterator[Piece]:
         if self.is_table:
-            for split, row in split_rows(self.data, holdout=self.holdout, seed=self.seed):
-                yield split, row.text(self.text, TEXT_COLUMNS), True
+            for split, text in self.source.each(lambda row: row.text(self.text, TEXT_COLUMNS)):
+                yield split, text, True
             return
-        assign = Holdout(self.parts, share=self.holdout, seed=self.seed)
+        assign = Holdout(self.parts, share=self.source.holdout, seed=self.source.seed)
         for part, members in self.parts.items():
-            if part in ("all", "train") and assign.missing and self._few(members):
-                yield from self._by_size(members, assign.missing)
+            few = self.separator is None and len(members) < assign.block
+            if few and assign.missing and part in ("all", "train"):
+                yield from _by_size(members, assign)
                 continue
             index = 0
             for file in members:
@@ -83,17 +47,16 @@ class Corpus:
                     yield assign(part, index), text, end
                     index += end
 
-    def _few(self, members: list[Path]) -> bool:
-        return self.separator is None and len(members) < round(1 / self.holdout)
 
-    def _by_size(self, members: list[Path], missing: list[str]) -> Iterator[Piece]:
-        total = sum(map(_size, members))
-        held = [split for split in SPLITS[1:] if split in missing]
-        room = [["train", int(total * (1 - self.holdout * len(held)))]]
-        room += [[split, int(total * self.holdout)] for split in held]
-        room[-1][1] = total  # whatever is left
-        for file in members:
-            yield from _cut(_documents(file, None), room)
+def _by_size(members: list[Path], assign: Holdout) -> Iterator[Piece]:
+    """The files end to end, cut once for each split that is missing."""
+    total = sum(map(_size, members))
+    held = [split for split in SPLITS[1:] if split in assign.missing]
+    room = [["train", int(total * (1 - assign.share * len(held)))]]
+    room += [[split, int(total * assign.share)] for split in held]
+    room[-1][1] = total  # whatever is left
+    for file in members:
+        yield from _cut(_documents(file, None), room)
 
 
 def _documents(file: Path, separator: str | None) -> Iterator[tuple[str, bool]]:

@@ -8,11 +8,10 @@ from typing import Any
 
 import numpy as np
 
-from .cache import digest
+from .cache import digest, hashed
 from .contract import SPLITS, DataError, Special, Task
 from .published import arena
 from .source import locate
-from .table import Writer
 
 SIDE = 32
 PIXELS = SIDE * SIDE
@@ -112,7 +111,7 @@ def batches(folder: Path) -> Iterator[tuple[str, Path, Batch]]:
             yield "test" if "test" in path.name else "train", path, read(path)
 
 
-def _write(writer: Writer, source: Path) -> None:
+def _rows(source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     parts: dict[str, list[Batch]] = {"train": [], "test": []}
     for split, path, (pixels, labels) in batches(source):
         if len(bad := np.flatnonzero(labels >= len(LABELS))):
@@ -128,11 +127,11 @@ def _write(writer: Writer, source: Path) -> None:
     for split in SPLITS:
         for pixels, label in zip(*whole[split]):
             ids = pixels.astype(np.uint16) + Special.count
-            writer.add(split, {"input_ids": ids, "labels": int(label)})
+            yield split, {"input_ids": ids, "labels": int(label)}
 
 
 def image(*, data: Any, cache: Any = None) -> Task:
     """CIFAR-10 in grey from its python or binary form, or from strips of grey PNG; no class token."""
     source = locate(data)
-    fill, content = partial(_write, source=source), [digest(path) for path in _files(source)]
-    return arena("image", fill, values=256, length=PIXELS, labels=LABELS, cache=cache, content=content)
+    rows, content = partial(_rows, source), hashed([digest(path, cache) for path in _files(source)])
+    return arena("image", rows, values=256, length=PIXELS, labels=LABELS, cache=cache, content=content)

@@ -1,5 +1,6 @@
 """Language modelling: `lm`, predict the next token, and `mlm`, restore the hidden ones."""
 
+from collections.abc import Iterator
 from typing import Any
 
 from .collate import Collate
@@ -7,38 +8,54 @@ from .contract import SPLITS, Task
 from .corpus import Corpus
 from .metrics import language_scores
 from .packing import Masked, Packed
-from .table import Table, Writer, stored
-from .tokens import Encoder, encoder
+from .source import Source
+from .table import stored
+from .tokens import encoder
 
 
-def _tokenised(
-    corpus: Corpus, tokenizer: str, cache: Any
-) -> tuple[Encoder, dict[str, Table], dict[str, Any]]:
-    """Every document as start, text, end, with the size of its text; and what all of it depends on."""
-    key = corpus.key()
-    texts = (text for split, text, _ in corpus if split == "train")
-    encode = encoder(tokenizer, texts=texts, key=key, cache=cache)
+class Tokenised:
+    """A corpus as tables of tokens: every document as start, text, end, with the size of its text."""
 
-    def fill(writer: Writer) -> None:  # a document need not fit in memory
-        size = 0
-        for split, text, end in corpus:
+    def __init__(self, corpus: Corpus, tokenizer: str):
+        self.corpus, self.settings, cache = (
+            corpus,
+            {"tokenizer": tokenizer, **corpus.key},
+            corpus.source.cache,
+        )
+        self.encoder = encoder(tokenizer, texts=self._training, key=corpus.key, cache=cache)
+        self.facts: dict[str, Any] = {}
+        known = {"vocabulary": self.encoder.vocabulary(), "facts": self.facts, **corpus.key}
+        self.tables = stored("corpus", self._rows, vocab_size=self.encoder.size, cache=cache, **known)
+
+    def _training(self) -> Iterator[str]:
+        return (text for split, text, _ in self.corpus if split == "train")
+
+    def _rows(self) -> Iterator[tuple]:  # a document need not fit in memory
+        special, size = self.encoder.special, 0
+        for split, text, end in self.corpus:
             if text and not size:
-                writer.add(split, {"tokens": [encode.special.bos]}, end=False)
-            writer.add(split, {"tokens": encode.encode(text)}, end=False)
+                yield split, {"tokens": [special.bos]}, False
+            yield split, {"tokens": self.encoder.encode(text)}, False
             size += len(text.encode())
             if end and size:
-                writer.add(split, {"tokens": [encode.special.eos], "bytes": size})
+                yield split, {"tokens": [special.eos], "bytes": size}
                 size = 0
+        self.facts["notes"] = self.corpus.source.bad.note()
 
-    vocabulary: dict[str, Any] = {"vocab_size": encode.size, "vocabulary": encode.vocabulary()}
-    tables, _ = stored("corpus", fill, cache=cache, **vocabulary, **key)
-    return encode, tables, {"tokenizer": tokenizer, **key}
-
-
-def _task(name: str, kind: str, encode: Encoder, **fields: Any) -> Task:
-    collate = Collate(encode.special.pad, packed=True)
-    known = {"vocab_size": encode.size, "special": encode.special, "tokenizer": encode.tokenizer}
-    return Task(name=name, kind=kind, collate=collate, **known, **fields)
+    def task(self, name: str, *, length: int, template: str, settings: dict[str, Any], **fields: Any) -> Task:
+        """The task over windows of these tables; the saved tokenizer writes texts by `template`."""
+        return Task(
+            name=name,
+            collate=Collate(self.encoder.special.pad, packed=True),
+            vocab_size=self.encoder.size,
+            max_length=length,
+            special=self.encoder.special,
+            tokenizer=self.encoder.fit(length, single=template),
+            settings={"length": length, **settings, **self.settings},
+            fingerprint=self.encoder.fingerprint(self.corpus.key["content"]),
+            notes=(*self.facts["notes"], *self.encoder.notes),
+            **fields,
+        )
 
 
 def lm(
@@ -46,11 +63,12 @@ def lm(
     data: Any = None,
     length: int = 512,
     stride: int | None = None,
-    tokenizer: str = "bytes",
+    tokenizer: str = "bpe",
     isolate: bool = True,
     text: str | None = None,
     separator: str | None = None,
     holdout: float = 0.05,
+    skip_bad_rows: int = 0,
     seed: int = 0,
     cache: Any = None,
 ) -> Task:
@@ -59,25 +77,27 @@ def lm(
     Evaluation slides: windows begin every `stride` tokens (half the length if None) and score what is new.
     `isolate=False` lets attention cross documents, as papers on WikiText do: no `position_ids` then.
     """
-    corpus = Corpus(data, text=text, separator=separator, holdout=holdout, seed=seed)
-    encode, tables, key = _tokenised(corpus, tokenizer, cache)
+    source = Source(data=data, holdout=holdout, skip_bad_rows=skip_bad_rows, seed=seed, cache=cache)
+    tokens = Tokenised(Corpus(source, text=text, separator=separator), tokenizer)
     stride = length // 2 if stride is None else stride
-    # Tokens that are not strings of bytes get the training set's mean: exact on the whole.
-    known, train = encode.byte_lengths(), tables["train"]
-    mean = train.values("bytes").sum() / len(train.values("tokens"))
-    steps = {"train": None, "validation": stride, "test": stride}
-    sets = {s: Packed(tables[s], length=length, stride=steps[s], isolate=isolate) for s in SPLITS}
-    lengths = mean if known is None else known
+    strides = {"train": None, "validation": stride, "test": stride}
+    sets = {s: Packed(tokens.tables[s], length=length, stride=strides[s], isolate=isolate) for s in SPLITS}
+    lengths: Any = tokens.encoder.byte_lengths()
+    if lengths is None:  # tokens that are not strings of bytes get the mean: exact on the whole
+        train = tokens.tables["train"]
+        lengths = train.values("bytes").sum() / len(train.values("tokens"))
     scores = language_scores(shift=True, metric="perplexity", byte_lengths=lengths)
-    chosen = {"length": length, "stride": stride, "isolate": isolate}
-    return _task("lm", "causal-lm", encode, **sets, **scores, max_length=length, settings=chosen | key)
+    chosen = {"stride": stride, "isolate": isolate}
+    return tokens.task(
+        "lm", kind="causal-lm", length=length, template="$A", settings=chosen, **sets, **scores
+    )
 
 
 def mlm(
     *,
     data: Any = None,
     length: int = 512,
-    tokenizer: str = "bytes",
+    tokenizer: str = "bpe",
     isolate: bool = True,
     whole_word: bool = False,
     share: float = 0.15,
@@ -85,29 +105,22 @@ def mlm(
     text: str | None = None,
     separator: str | None = None,
     holdout: float = 0.05,
+    skip_bad_rows: int = 0,
     seed: int = 0,
     cache: Any = None,
 ) -> Task:
     """Masked pre-training: a `share` of tokens hidden, by whole words if `whole_word` (packing.Masked)."""
-    corpus = Corpus(data, text=text, separator=separator, holdout=holdout, seed=seed)
-    encode, tables, key = _tokenised(corpus, tokenizer, cache)
-    hide: dict[str, Any] = {
-        "content": encode.content(),
-        "mask": encode.special.mask,
-        "seed": seed,
-        "share": share,
-    }
-    hide["joins"] = encode.joins() if whole_word else None
+    source = Source(data=data, holdout=holdout, skip_bad_rows=skip_bad_rows, seed=seed, cache=cache)
+    tokens = Tokenised(Corpus(source, text=text, separator=separator), tokenizer)
+    encode = tokens.encoder
+    hide: dict[str, Any] = {"content": encode.content(), "mask": encode.special.mask, "seed": seed}
+    hide |= {"share": share, "joins": encode.joins() if whole_word else None}
     sets = {}
     for split in SPLITS:
-        windows = Packed(tables[split], length=length, isolate=isolate)
+        windows = Packed(tokens.tables[split], length=length, isolate=isolate)
         sets[split] = Masked(windows, copies=copies if split == "train" else 1, **hide)
     scores = language_scores(shift=False, metric="loss_per_token")
-    chosen = {
-        "length": length,
-        "isolate": isolate,
-        "whole_word": whole_word,
-        "share": share,
-        "copies": copies,
-    }
-    return _task("mlm", "masked-lm", encode, **sets, **scores, max_length=length, settings=chosen | key)
+    chosen = {"isolate": isolate, "whole_word": whole_word, "share": share, "copies": copies}
+    return tokens.task(
+        "mlm", kind="masked-lm", length=length, template="bos $A eos", settings=chosen, **sets, **scores
+    )

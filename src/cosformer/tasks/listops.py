@@ -8,16 +8,16 @@ included, are more than the least and fewer than the most; duplicates are not. W
 level by level in numpy, then only the kept ones are written out.
 """
 
-from collections.abc import Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from .contract import SPLITS, Special, Task
+from .contract import SPLITS, Special, Task, listed
 from .published import arena
-from .source import Row, fingerprint, split_rows
-from .table import Writer
+from .source import Row, Source
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 SYMBOLS = (*map(str, range(10)), *OPERATORS, "]")  # a digit's number is its value
@@ -123,33 +123,26 @@ def trees(
             raise ValueError(f"{wanted} {found}. Ask for fewer examples or longer trees")
 
 
-def _generate(writer: Writer, *, examples: Sequence[int], **limits: int) -> None:
+def _generated(*, examples: Sequence[int], **limits: int) -> Iterator[tuple[str, dict[str, Any]]]:
     source = trees(**limits)
     for split, size in zip(SPLITS, examples, strict=True):
-        for _ in range(size):
-            tree, value = next(source)
-            writer.add(split, {"input_ids": np.r_[Special.bos, tree + Special.count], "labels": value})
+        for tree, value in itertools.islice(source, size):
+            yield split, {"input_ids": np.r_[Special.bos, tree + Special.count], "labels": value}
 
 
-def _read(writer: Writer, *, data: Any, length: int, seed: int) -> None:
-    """The published TSV: columns Source, whose round brackets say nothing more, and Target."""
-    for split, row in split_rows(data, holdout=HOLDOUT, seed=seed):
-        tree = _tree(row)
-        if len(tree) > length:
-            short = f"{len(tree) - 1} tokens do not fit into length={length} with the class token"
-            raise row.error(short)
-        writer.add(split, {"input_ids": tree, "labels": int(row.fields["Target"])})
-
-
-def _tree(row: Row) -> list[int]:
+def _tree(row: Row, *, length: int) -> dict[str, Any]:
+    """A record of the published TSV: Source, whose round brackets say nothing more, and Target."""
     if not {"Source", "Target"} <= row.fields.keys():
-        raise row.error(f"expected the columns Source and Target, found {', '.join(row.fields)}")
-    words = [word for word in row.text("Source").split() if word not in "()"]
+        raise row.error(f"expected the columns Source and Target, found {listed(row.fields)}")
+    words = [word for word in row.text("Source").split() if word not in ("(", ")")]
     if unknown := [word for word in words if word not in SYMBOLS]:
         raise row.error(f"{unknown[0]!r} is not one of {' '.join(SYMBOLS)}")
     if row.fields["Target"] not in SYMBOLS[:10]:
         raise row.error(f"Target must be a digit; got {row.fields['Target']!r}")
-    return [Special.bos, *(SYMBOLS.index(word) + Special.count for word in words)]
+    if len(words) >= length:
+        raise row.error(f"{len(words)} tokens do not fit into length={length} with the class token")
+    ids = [Special.bos, *(SYMBOLS.index(word) + Special.count for word in words)]
+    return {"input_ids": ids, "labels": int(row.fields["Target"])}
 
 
 def listops(
@@ -174,9 +167,10 @@ def listops(
         raise ValueError(f"need args >= 2, depth >= 2 and 0 <= least < length - 4; got {given}")
     limits: dict[str, Any] = {"least": least, "most": length, "depth": depth, "args": args, "seed": seed}
     settings: dict[str, Any] = {**limits, "examples": list(examples)}
-    fill = partial(_generate, examples=examples, **limits)
+    rows: Callable[[], Iterable[tuple]] = partial(_generated, examples=examples, **limits)
     if data is not None:
-        settings = {"content": fingerprint(data), "most": length, "seed": seed}
-        fill = partial(_read, data=data, length=length, seed=seed)
+        source = Source(data=data, holdout=HOLDOUT, seed=seed, cache=cache)
+        settings = {"content": source.content(), "most": length, "seed": seed}
+        rows = partial(source.each, partial(_tree, length=length))
     sizes: dict[str, Any] = {"values": len(SYMBOLS), "length": length, "labels": SYMBOLS[:10]}
-    return arena("listops", fill, cache=cache, **sizes, **settings)
+    return arena("listops", rows, cache=cache, **sizes, **settings)

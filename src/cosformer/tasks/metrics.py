@@ -68,6 +68,11 @@ def class_metrics(prediction: Any) -> dict[str, float]:
     return {"accuracy": float((chosen == labels).mean()), "f1": float(np.mean(scores))}
 
 
+def majority(labels: np.ndarray) -> float:
+    """The accuracy of always choosing the most frequent class."""
+    return float(np.bincount(labels).max() / len(labels))
+
+
 FORCED = -1  # heads the rows that teacher forcing gave; generated rows begin with the start token
 
 

@@ -24,7 +24,6 @@ import numpy as np
 
 from .contract import SPLITS, Special, Task
 from .published import arena
-from .table import Writer
 
 TURNS = 16  # directions, or places, a dash is chosen from
 PATIENCE = 10  # rounds a dash before a drawing is given up
@@ -256,13 +255,13 @@ def pathfinder(
     chosen = replace(DRAWINGS[drawing or size], dashes=DIFFICULTY[difficulty])
     chosen = chosen if continuity is None else replace(chosen, continuity=continuity)
 
-    def fill(writer: Writer) -> None:
+    def rows() -> Iterator[tuple[str, dict[str, Any]]]:
         for number, (split, wanted) in enumerate(zip(SPLITS, examples, strict=True)):
             drawn = images(drawing=chosen, size=size, seed=(seed, 7, number))
             for pixels, label in itertools.islice(drawn, wanted):
                 ids = pixels.reshape(-1).astype(np.uint16) + Special.count
-                writer.add(split, {"input_ids": ids, "labels": label})
+                yield split, {"input_ids": ids, "labels": label}
 
     settings = {"drawing": asdict(chosen), "size": size, "examples": list(examples), "seed": seed}
     labels = ("apart", "joined")
-    return arena("pathfinder", fill, values=256, length=size**2, labels=labels, cache=cache, **settings)
+    return arena("pathfinder", rows, values=256, length=size**2, labels=labels, cache=cache, **settings)

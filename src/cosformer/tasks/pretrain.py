@@ -56,5 +56,6 @@ def pretraining(task: Task, *, share: float = 0.15, copies: int = 10, seed: int 
         special=special,
         tokenizer=task.tokenizer,
         published=task.published,
+        fingerprint=task.fingerprint,
         settings={**task.settings, "share": share, "copies": copies, "pretraining_seed": seed},
     )

@@ -7,13 +7,14 @@ Image and Pathfinder were published with queries and keys of half the width; the
 as the model.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from .cache import hashed
 from .collate import Collate
 from .contract import Published, Special, Task
-from .metrics import class_scores
-from .table import Writer, stored
+from .metrics import class_scores, majority
+from .table import stored
 
 PUBLISHED = {
     "listops": Published(layers=4, width=512, heads=8, feedforward=1024, pooling="cls"),
@@ -26,7 +27,7 @@ PUBLISHED = {
 
 def arena(
     name: str,
-    fill: Callable[[Writer], None],
+    rows: Callable[[], Iterable[tuple]],
     *,
     values: int,
     length: int,
@@ -34,9 +35,10 @@ def arena(
     cache: Any,
     **settings: Any,
 ) -> Task:
-    """The task over sequences of `values` symbols, or shades, that `fill` writes for these settings."""
+    """The task over sequences of `values` symbols, or shades, that `rows()` gives for these settings."""
     vocab_size = Special.count + values
-    sets, _ = stored(name, fill, cache=cache, vocab_size=vocab_size, **settings)
+    sets = stored(name, rows, cache=cache, vocab_size=vocab_size, **settings)
+    made = settings.get("content") or [name, settings]
     return Task(
         name=name,
         kind="sequence-classification",
@@ -48,4 +50,6 @@ def arena(
         labels=tuple(labels),
         published=PUBLISHED[name],
         settings=settings,
+        fingerprint=hashed(made),
+        majority=majority(sets["test"].values("labels")),
     )

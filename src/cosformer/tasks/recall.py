@@ -5,6 +5,7 @@ from typing import Any
 
 import numpy as np
 
+from .cache import hashed
 from .collate import Collate
 from .contract import IGNORE, SPLITS, Special, Task
 from .metrics import language_scores
@@ -14,7 +15,15 @@ from .table import Arrays
 def _task(name: str, sets: dict[str, Any], **fields: Any) -> Task:
     scores = language_scores(shift=True, metric="accuracy")
     collate = Collate(Special.pad, packed=True)
-    return Task(name=name, kind="causal-lm", collate=collate, **sets, **scores, **fields)
+    return Task(
+        name=name,
+        kind="causal-lm",
+        collate=collate,
+        fingerprint=hashed(name, fields["settings"]),
+        **sets,
+        **scores,
+        **fields,
+    )
 
 
 def _distinct(rng: np.random.Generator, low: int, high: int, shape: tuple[int, int]) -> np.ndarray:

@@ -7,12 +7,14 @@ from typing import Any
 import numpy as np
 import torch
 
+from .cache import hashed
 from .collate import Collate
 from .contract import SPLITS, Special, Task
 from .generated import dates
 from .metrics import seq2seq_scores
-from .table import Arrays, Mapped, Writer
-from .texts import Texts, cut_note
+from .source import Source
+from .table import Arrays, Mapped
+from .texts import Texts, length_for
 
 SOURCE = ("source", "src", "input")
 TARGET = ("target", "tgt", "output")
@@ -28,40 +30,34 @@ def ended(row: dict[str, Any], *, length: int, target_length: int, eos: int) -> 
 def seq2seq(
     *,
     data: Any = None,
-    length: int = 256,
+    length: int | None = None,
     target_length: int | None = None,
-    tokenizer: str = "bytes",
+    tokenizer: str = "bpe",
     columns: Sequence[str] | None = None,
     source: str | None = None,
     target: str | None = None,
     holdout: float = 0.05,
+    skip_bad_rows: int = 0,
     seed: int = 0,
     cache: Any = None,
 ) -> Task:
     """Pairs of texts from a table; without data, dates to rewrite. Longer texts are cut."""
     target_length = target_length or length
-    if min(length, target_length) < 2:
+    if any(asked is not None and asked < 2 for asked in (length, target_length)):
         raise ValueError(f"length and target_length must be at least 2; got {length} and {target_length}")
     roles = {"source": (source, SOURCE), "target": (target, TARGET)}
-    reading: dict[str, Any] = {
-        "columns": columns,
-        "holdout": holdout,
-        "seed": seed,
-        "tokenizer": tokenizer,
-        "cache": cache,
-    }
-    texts = Texts(data, roles=roles, generated=dates, **reading)
+    source_ = Source(data=data, columns=columns, holdout=holdout, seed=seed, cache=cache, generated=dates)
+    source_.skip_bad_rows = skip_bad_rows
+    texts = Texts(source_, roles=roles, tokenizer=tokenizer)
 
-    def fill(writer: Writer) -> None:
-        for split, row in texts.rows():
-            writer.add(split, texts.tokens(row))
-
-    tables, _ = texts.stored("pairs", fill)
+    facts: dict[str, Any] = {}
+    tables = texts.stored("pairs", lambda: texts.source.each(texts.tokens), facts=facts)
     encode, train = texts.encoder, tables["train"]
+    length, notes = length_for(train.lengths("source") + 1, length)
+    setting = "--set task.target_length=N"
+    target_length, more = length_for(train.lengths("target") + 1, target_length, setting=setting)
     sizes: dict[str, Any] = {"length": length, "target_length": target_length}
     cut = partial(ended, eos=encode.special.eos, **sizes)
-    notes = cut_note(train.lengths("source") + 1, length)
-    notes += cut_note(train.lengths("target") + 1, target_length, setting="--set task.target_length=N")
     sets: dict[str, Any] = {split: Mapped(tables[split], cut) for split in SPLITS}
     return Task(
         name="seq2seq",
@@ -70,12 +66,13 @@ def seq2seq(
         **seq2seq_scores(encode.special, encode.tokenizer),
         collate=Collate(encode.special.pad),
         special=encode.special,
-        tokenizer=encode.tokenizer,
+        tokenizer=encode.fit(length, single="$A eos"),
         vocab_size=encode.size,
         max_length=length,
         max_target_length=target_length,
         settings={**sizes, **texts.settings},
-        notes=tuple(notes),
+        fingerprint=encode.fingerprint(texts.key["content"]),
+        notes=(*facts["notes"], *notes, *more),
     )
 
 
@@ -88,6 +85,7 @@ def reverse(
     for number, (split, count) in enumerate(zip(SPLITS, examples, strict=True)):
         given = np.random.default_rng((seed, 3, number)).integers(Special.count, size, (count, length))
         sets[split] = Arrays(input_ids=given, labels=np.c_[given[:, ::-1], np.full(count, Special.eos)])
+    settings = {"length": length, "symbols": symbols, "examples": list(examples), "seed": seed}
     return Task(
         name="reverse",
         kind="seq2seq",
@@ -97,5 +95,6 @@ def reverse(
         vocab_size=size,
         max_length=length,
         max_target_length=length + 1,
-        settings={"length": length, "symbols": symbols, "examples": list(examples), "seed": seed},
+        settings=settings,
+        fingerprint=hashed("reverse", settings),
     )

@@ -6,7 +6,7 @@ is in `column.ends.int64`. (A row is had twenty times faster than from a Hugging
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -25,12 +25,11 @@ class Writer:
     def __init__(self, folder: Path, *, dtype: str):
         self.folder, self.dtype = folder, dtype
         self.rows = dict.fromkeys(SPLITS, 0)
-        self.facts: dict[str, Any] = {}  # what is to be remembered of the whole, as JSON can hold it
         self._files: dict[str, BinaryIO] = {}
         self._sizes: Counter[str] = Counter()
         self._open = ExitStack()
 
-    def add(self, split: str, row: dict[str, Any], *, end: bool = True) -> None:
+    def add(self, split: str, row: dict[str, Any], end: bool = True) -> None:
         """Writes a row. After `end=False` the next goes on where it stops: a row need not fit in memory."""
         for column, value in row.items():
             name = f"{split}/{column}"
@@ -55,7 +54,6 @@ class Writer:
 
     def __exit__(self, *_: Any) -> None:
         self._open.close()
-        (self.folder / "facts.json").write_text(json.dumps(self.facts))
 
 
 class Table(Rows):
@@ -128,22 +126,29 @@ class Mapped(Rows):
 
 def stored(
     name: str,
-    fill: Callable[[Writer], None],
+    rows: Callable[[], Iterable[tuple]],
     *,
     vocab_size: int,
     cache: Any,
     needed: Sequence[str] = SPLITS,
+    facts: dict[str, Any] | None = None,
     **settings: Any,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The splits that `fill` wrote for these settings, now or before, and its facts; see `prepared`."""
+) -> dict[str, Any]:
+    """The tables of `rows()`, arguments of `Writer.add`, written now or before for these settings.
+
+    What `rows` puts into `facts` is kept with them, and is there afterwards in any case.
+    """
+    facts = {} if facts is None else facts
 
     def make(folder: Path) -> None:
         with Writer(folder, dtype="uint16" if vocab_size <= 1 << 16 else "uint32") as writer:
-            fill(writer)
+            for row in rows():
+                writer.add(*row)
         if empty := [split for split in needed if not writer.rows[split]]:
             more = "Give more to hold some out, or files named train, validation and test"
             raise DataError(f"the {empty[0]} split is empty. {more}")
+        (folder / "facts.json").write_text(json.dumps(facts))
 
     folder = prepared(name, make, cache=cache, vocab_size=vocab_size, **settings)
-    facts = json.loads((folder / "facts.json").read_text())
-    return {split: Table(folder / split) for split in SPLITS}, facts
+    facts |= json.loads((folder / "facts.json").read_text())
+    return {split: Table(folder / split) for split in SPLITS}
