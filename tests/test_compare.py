@@ -304,14 +304,14 @@ def test_measurements_are_taken_where_they_are_missing(finished, monkeypatch):
     monkeypatch.setattr(made.results, "add", made.results.rows.append)
     asked = []
     for work in ("training", "decoding"):
-        say = lambda mixers, lengths, work=work, **_: asked.append((work, mixers, lengths)) or []
+        say = lambda mixers, length, work=work, **_: asked.append((work, mixers, length)) or []
         monkeypatch.setattr(comparison.bench, work, say)
     made.measure(MIXERS, [256])
     assert not asked and of(made.results.rows, Exactness)
     made.measure(MIXERS, [256, 512])
-    assert asked == [(work, MIXERS[:2], [512]) for work in ("training", "decoding")]
+    assert asked == [(work, MIXERS[:2], 512) for work in ("training", "decoding")]
     made.measure([*MIXERS, "elu"], [256])
-    assert asked[2:] == [("training", [*MIXERS[:2], "elu"], [256])]
+    assert asked[2:] == [("training", [*MIXERS[:2], "elu"], 256)]
 
 
 def test_cost_takes_no_more_than_twice_its_share_of_the_time(tmp_path, monkeypatch, capsys):
@@ -320,7 +320,7 @@ def test_cost_takes_no_more_than_twice_its_share_of_the_time(tmp_path, monkeypat
     monkeypatch.setattr(comparison.exactness, "rows", list)
     monkeypatch.setattr(comparison.bench, "able", lambda mixer, work: True)
     for work in ("training", "decoding"):
-        slow = lambda mixers, lengths, **_: clock.__setitem__(0, clock[0] + lengths[0]) or []
+        slow = lambda mixers, length, **_: clock.__setitem__(0, clock[0] + length) or []
         monkeypatch.setattr(comparison.bench, work, slow)
     Comparison(tmp_path, minutes=10.0).measure(["elu"], [16, 64, 128])
     assert clock[0] == 16 + 16 + 64 + 64 + 128  # of 600 seconds 90 are its share

@@ -58,7 +58,7 @@ class Comparison:
             if time.perf_counter() > end:
                 self.board.done(f"cost: the time for it is up; {work} at {length:,} is left out")
                 continue
-            for row in works[work](able[work], [length], **options):
+            for row in works[work](able[work], length, **options):
                 self.results.add(row)
                 found.append(row)
         if found:
