@@ -44,7 +44,9 @@ def finished(tmp_path_factory):
     """A finished comparison, and what it returned."""
     torch.manual_seed(0)
     out = tmp_path_factory.mktemp("compare")
-    Comparison(out, minutes=0.01).measure(MIXERS, [256])
+    with pytest.MonkeyPatch.context() as short:
+        short.setattr(comparison, "MOST_SECONDS", 0.2)
+        Comparison(out, minutes=None).measure(MIXERS, [256])
     return out, run(out)
 
 
@@ -302,16 +304,27 @@ def test_measurements_are_taken_where_they_are_missing(finished, monkeypatch):
     monkeypatch.setattr(made.results, "add", made.results.rows.append)
     asked = []
     for work in ("training", "decoding"):
-        say = lambda mixers, lengths, work=work, **_: (
-            (asked.append((work, mixers, lengths)) if lengths else None) or []
-        )
+        say = lambda mixers, length, work=work, **_: asked.append((work, mixers, length)) or []
         monkeypatch.setattr(comparison.bench, work, say)
     made.measure(MIXERS, [256])
     assert not asked and of(made.results.rows, Exactness)
     made.measure(MIXERS, [256, 512])
-    assert asked == [(work, MIXERS[:2], [512]) for work in ("training", "decoding")]
+    assert asked == [(work, MIXERS[:2], 512) for work in ("training", "decoding")]
     made.measure([*MIXERS, "elu"], [256])
-    assert asked[2:] == [("training", [*MIXERS[:2], "elu"], [256])]
+    assert asked[2:] == [("training", [*MIXERS[:2], "elu"], 256)]
+
+
+def test_cost_takes_no_more_than_twice_its_share_of_the_time(tmp_path, monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr(comparison.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(comparison.exactness, "rows", list)
+    monkeypatch.setattr(comparison.bench, "able", lambda mixer, work: True)
+    for work in ("training", "decoding"):
+        slow = lambda mixers, length, **_: clock.__setitem__(0, clock[0] + length) or []
+        monkeypatch.setattr(comparison.bench, work, slow)
+    Comparison(tmp_path, minutes=10.0).measure(["elu"], [16, 64, 128])
+    assert clock[0] == 16 + 16 + 64 + 64 + 128  # of 600 seconds 90 are its share
+    assert "cost: the time for it is up; decoding at 128 is left out" in capsys.readouterr().out
 
 
 def test_a_text_of_a_few_rows_is_enough(tmp_path):

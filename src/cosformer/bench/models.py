@@ -22,7 +22,7 @@ from .measure import Say, Work, in_turns, peak_memories
 MIXERS = ["cosformer", "cosformer-paper", "softmax+rope"]
 LENGTHS = [1024, 4096, 16384]
 CONTEXTS = [512, 16384]
-SIZE = Size(4, 256, 4)
+SIZE = Size(4, 256, 4, feedforward=1536)
 VOCABULARY = 256
 ROOM = 32_768  # positions after the context, for the tokens that are decoded while the time is taken
 
@@ -32,7 +32,7 @@ def build(mixer: str, length: int, size: Size) -> Any:
     fields: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": size.width,
-        "intermediate_size": size.feedforward or 4 * size.width,
+        "intermediate_size": 32 * round((size.feedforward or 4 * size.width) / 48),  # gated: three matrices
         "num_hidden_layers": size.layers,
         "num_attention_heads": size.heads,
         "max_position_embeddings": length,
@@ -69,38 +69,28 @@ def prepare(case: dict[str, Any]) -> Work:
 
 
 def training(
-    mixers: list[str], lengths: list[int], *, size: Size, seconds: float, say: Say, memory: bool = True
-) -> Iterator[Cost]:
-    """Rows of training cost; all mixers at one length take turns."""
-    row = partial(Cost, what="model", causal=True, size=str(size))
-    for length in lengths:
-        cases: list[dict[str, Any]] = [
-            {"mixer": mixer, "length": length, "size": asdict(size)} for mixer in mixers
-        ]
-        works = {case["mixer"]: prepare(case) for case in cases}
-        share = seconds / len(lengths)
-        timed = in_turns(works, seconds=share, say=lambda text: say(f"training at {length:,}, {text}"))
-        say(f"peak memory of training at {length:,}")
-        peaks = peak_memories(__name__, cases) if memory else [None] * len(cases)
-        for mixer, mib in zip(mixers, peaks, strict=True):
-            yield row(work="training", mixer=mixer, length=length, **timed[mixer], memory_mib=mib)
+    mixers: list[str], length: int, *, size: Size, seconds: float, say: Say, memory: bool = True
+) -> list[Cost]:
+    """Rows of training cost at one length; the mixers take turns."""
+    cases: list[dict[str, Any]] = [{"mixer": m, "length": length, "size": asdict(size)} for m in mixers]
+    works = {case["mixer"]: prepare(case) for case in cases}
+    timed = in_turns(works, seconds=seconds, say=lambda text: say(f"training at {length:,}, {text}"))
+    say(f"peak memory of training at {length:,}")
+    peaks = peak_memories(__name__, cases) if memory else [None] * len(cases)
+    row = partial(Cost, what="model", work="training", causal=True, length=length, size=str(size))
+    return [row(mixer=m, **timed[m], memory_mib=mib) for m, mib in zip(mixers, peaks, strict=True)]
 
 
-def decoding(
-    mixers: list[str], contexts: list[int], *, size: Size, seconds: float, say: Say
-) -> Iterator[Cost]:
+def decoding(mixers: list[str], context: int, *, size: Size, seconds: float, say: Say) -> list[Cost]:
     """Rows of decoding cost: one token after a context."""
-    row = partial(Cost, what="model", causal=True, size=str(size))
-    for context in contexts:
-        steps = {}
-        for mixer in mixers:
-            say(f"reading {context:,} tokens, {mixer}")
-            steps[mixer] = decoder(build(mixer, context + ROOM, size).eval(), context)
-        works = {mixer: step for mixer, (step, _) in steps.items()}
-        share = seconds / len(contexts)
-        timed = in_turns(works, seconds=share, say=lambda text: say(f"decoding after {context:,}, {text}"))
-        for mixer, (_, cached) in steps.items():
-            yield row(work="decoding", mixer=mixer, length=context, **timed[mixer], cache_bytes=cached)
+    steps = {}
+    for mixer in mixers:
+        say(f"reading {context:,} tokens, {mixer}")
+        steps[mixer] = decoder(build(mixer, context + ROOM, size).eval(), context)
+    works = {mixer: step for mixer, (step, _) in steps.items()}
+    timed = in_turns(works, seconds=seconds, say=lambda text: say(f"decoding after {context:,}, {text}"))
+    row = partial(Cost, what="model", work="decoding", causal=True, length=context, size=str(size))
+    return [row(mixer=mixer, **timed[mixer], cache_bytes=cached) for mixer, (_, cached) in steps.items()]
 
 
 def decoder(model: Any, context: int) -> tuple[Work, int]:
@@ -138,10 +128,13 @@ def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
             pattern(mixer)
         except ValueError as error:
             raise SystemExit(f"bench: {error}") from None
-    options = {"size": SIZE, "seconds": args.seconds, "say": say}
-    yield from training(mixers, args.lengths or LENGTHS, **options, memory=False)
+    lengths, contexts = args.lengths or LENGTHS, CONTEXTS[:1] if args.quick else CONTEXTS
+    for length in lengths:
+        seconds = args.seconds / len(lengths)
+        yield from training(mixers, length, size=SIZE, seconds=seconds, say=say, memory=False)
     decoders = [mixer for mixer in mixers if able(mixer, "decoding")]
-    yield from decoding(decoders, CONTEXTS[:1] if args.quick else CONTEXTS, **options)
+    for context in contexts:
+        yield from decoding(decoders, context, size=SIZE, seconds=args.seconds / len(contexts), say=say)
 
 
 def summary(rows: list[Cost]) -> str:

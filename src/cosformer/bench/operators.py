@@ -22,6 +22,7 @@ from .measure import Say, Work, in_turns, peak_memories
 NAMES = ("cosformer-paper", "cosformer", "softmax", "published")
 OURS = ("cosformer-paper", "cosformer")  # without decay, and with one rate for each head and position
 LENGTHS = [256, 512, 1024, 2048, 4096, 16384]
+WORK = {"forward": "forward", "training": "forward + backward", "decoding": "decoding one token"}
 DECODED_AFTER = (100, 100_000)  # tokens
 
 
@@ -224,10 +225,8 @@ def summary(rows: list[Cost]) -> str:
     for row in rows:
         tables.setdefault((row.work, row.causal, row.head_dim, row.dtype), []).append(row)
     for (work, causal, head_dim, dtype), mine in sorted(tables.items()):
-        what = {"forward": "forward", "training": "forward + backward", "decoding": "decoding one token"}[
-            work
-        ]
-        lines += ["", f"{what}, {'causal' if causal else 'bidirectional'}, head size {head_dim}, {dtype}"]
+        mode = "causal" if causal else "bidirectional"
+        lines += ["", f"{WORK[work]}, {mode}, head size {head_dim}, {dtype}"]
         names = list(dict.fromkeys(map(name_of, mine)))
         lines.append(f"{'length':>8}" + "".join(f"{name:>42}" for name in names))
         for length in sorted({row.length for row in mine}):

@@ -1,5 +1,6 @@
 """A comparison: what mixers cost, then every cell of every subject, each where its row is missing."""
 
+import itertools
 import json
 import math
 import time
@@ -44,15 +45,21 @@ class Comparison:
             measure.say("exactness: comparisons with the definition")
             for compared in list(exactness.rows()):
                 self.results.add(compared)
-        seconds = min(60 * (self.minutes or math.inf) * budget.SHARE_OF_COST / 3, MOST_SECONDS)
+        share = 60 * (self.minutes or math.inf) * budget.SHARE_OF_COST
+        seconds = min(share / 3, MOST_SECONDS) / len(lengths)
         options: dict[str, Any] = {"size": models.SIZES[SIZE], "seconds": seconds, "say": measure.say}
         known = {(row.work, row.mixer, row.length) for row in of(self.results.rows, Cost)}
-        found = []
-        for work, measured in (("training", bench.training), ("decoding", bench.decoding)):
-            able = [mixer for mixer in mixers if bench.able(mixer, work)]
+        works: dict[str, Any] = {"training": bench.training, "decoding": bench.decoding}
+        able = {work: [mixer for mixer in mixers if bench.able(mixer, work)] for work in works}
+        end, found = time.perf_counter() + 2 * share, []
+        for length, work in itertools.product(sorted(lengths), works):
             # All mixers at a length again: a time means something beside the others.
-            missing = [n for n in lengths if any((work, mixer, n) not in known for mixer in able)]
-            for row in measured(able, missing, **options):
+            if all((work, mixer, length) in known for mixer in able[work]):
+                continue
+            if time.perf_counter() > end:
+                self.board.done(f"cost: the time for it is up; {work} at {length:,} is left out")
+                continue
+            for row in works[work](able[work], length, **options):
                 self.results.add(row)
                 found.append(row)
         if found:
