@@ -20,8 +20,8 @@ GROUPS = {  # of tasks, in the order of the page
     "toy": "Toy tasks",
 }
 SCALE = (
-    "The paper's figures come from other data, models and machines: compare the order of mixers, never a"
-    " number with a number."
+    "The paper's figures come from other data, models and machines: compare the order of mixers with them,"
+    " never a number with a number."
 )
 PICTURES = (
     "Queries down, keys across; bright is much weight, on a scale of its own for each matrix (red is positive"
