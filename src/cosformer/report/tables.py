@@ -66,8 +66,10 @@ def verdicts(measured: Measured) -> Table | None:
     """The summary, task by task."""
     heads, lines = verdict_table(measured)
     rows: Lines = []
-    for task, outcome, *rest in lines:
-        rows.append((task, [Entry(outcome, badge=ident(outcome)), *map(Entry, rest)]))
+    for task, outcome, difference, metric, *values in lines:
+        entries = [Entry(outcome, badge=ident(outcome)), Entry(difference), Entry(metric)]
+        parts = [value.partition(" (") for value in values]
+        rows.append((task, entries + [Entry(text, more=bracket[1:] + more) for text, bracket, more in parts]))
     note = (
         "cosFormer is the recommended configuration, cosFormer (paper) the published one. It is compared with"
         " the better of softmax and softmax + RoPE. Tie: the ranges of the seeds overlap, or the"
