@@ -11,6 +11,14 @@ from .style import NOTHING, digits, looks, name, percent, score
 
 OURS = ("cosformer", "cosformer-paper")
 THEIRS = ("softmax+rope", "softmax")
+GROUPS = {  # of tasks, in the order of the page
+    "lm": "Language modelling",
+    "finetune": "Pre-training and fine-tuning",
+    "lra": "Long-Range Arena",
+    "recall": "Recall",
+    "seq2seq": "Cross attention",
+    "toy": "Toy tasks",
+}
 TIE = 0.005  # nothing smaller is a difference: of the value, or of 1 where the metric is a share
 
 
@@ -116,7 +124,9 @@ def _experiments(rows: list[Quality]) -> list[Experiment]:
     together: dict[tuple, list[Quality]] = {}
     for row in rows:
         together.setdefault((row.subject, row.size, row.length, row.steps), []).append(row)
-    return [Experiment(mine[0], _cells(mine)) for mine in together.values()]
+    order = [*GROUPS, *(row.group for row in rows)]
+    found = [Experiment(mine[0], _cells(mine)) for mine in together.values()]
+    return sorted(found, key=lambda e: order.index(e.row.group))
 
 
 def _cells(rows: list[Quality]) -> list[Cell]:

@@ -32,7 +32,7 @@ class Panel:
     log: str = ""  # "x" or "xy"
     rings: Points = field(default_factory=list)  # places marked: crossings
     scatter: bool = False
-    ceiling: float | None = None  # where the vertical axis ends, if not above the highest point
+    reach: tuple[float, float] | None = None  # of the vertical axis, if not that of all points
 
 
 class Scale:
@@ -75,8 +75,8 @@ class Drawing:
         across = [x for line in panel.lines for x, _ in line.points]
         down = [y for line in panel.lines for _, y in line.points]
         down += [value for line in panel.lines for _, *ends in line.band for value in ends]
-        if panel.ceiling:
-            down = [min(y, panel.ceiling) for y in down]
+        if panel.reach:
+            down = [*panel.reach]
         if "y" in panel.log and max(down) < 4 * min(down):  # a flat line must not look steep
             down += [min(down) / 2, max(down) * 2]
         self.x = Scale(across, LEFT, RIGHT, "x" in panel.log)

@@ -47,7 +47,7 @@ def learning(experiments: list[Experiment]) -> Figure | None:
             if lines:
                 id_ = ident("learning", e.row.group, number, e.row.task, x)
                 heading = _title(e.row.title) if several else ""
-                drawn.append(Panel(id_, title, label, lines, heading, ceiling=_ceiling(lines)))
+                drawn.append(Panel(id_, title, label, lines, heading, reach=_reach(lines)))
         if drawn:
             best = name(min(drawn[0].lines, key=lambda line: line.points[-1][1]).mixer)
             lowest.append(f"{best} on {e.row.title}" if several else best)
@@ -56,20 +56,18 @@ def learning(experiments: list[Experiment]) -> Figure | None:
         return None
     caption = "What each mixer learns from the same tokens, and in the same time."
     caption += f" Lowest at the end: {'; '.join(lowest)}."
-    if any(panel.ceiling for panel in panels):
+    if any(panel.reach for panel in panels):
         caption += " The first tenth of the training runs out of the frame."
     return Figure(
         ident("learning", experiments[0].row.group), "Learning", caption + _seeds(experiments), panels
     )
 
 
-def _ceiling(lines: list[Line]) -> float | None:
-    """The highest loss after a tenth of each training: the first fall would flatten all that differs."""
+def _reach(lines: list[Line]) -> tuple[float, float] | None:
+    """The losses after a tenth of each training: the first fall would flatten all that differs."""
     later = [y for line in lines for x, y in line.points if x > 0.1 * line.points[-1][0]]
-    if not later:
-        return None
-    top = max(later) + 0.08 * (max(later) - min(later))
-    return top if min(later) < top < max(y for line in lines for _, y in line.points) else None
+    highest = max(y for line in lines for _, y in line.points)
+    return (min(later), max(later)) if later and min(later) < max(later) < highest else None
 
 
 def _curve(cell: Cell, loss: str, x: str) -> Line:
@@ -105,9 +103,14 @@ def recall(experiments: list[Experiment]) -> Figure | None:
         lines = [_line(mixer, at) for mixer, at in found.items()]
         if any(len(line.points) > 1 for line in lines):
             id_, heading = ident("recall", length), f"{length:,} tokens"
-            panels.append(Panel(id_, "accuracy, %", "pairs to remember", lines, heading, "x"))
+            title, x = "accuracy, %", "pairs to remember"
+            panels.append(Panel(id_, title, x, lines, heading, "x", reach=(0.0, 100.0)))
     caption = "How many pairs of key and value each mixer remembers: every key is asked for once."
-    return Figure("recall", "Recall", caption + _seeds(asked), panels) if panels else None
+    return (
+        Figure("recall", "Accuracy against the number of pairs", caption + _seeds(asked), panels)
+        if panels
+        else None
+    )
 
 
 def positions(experiments: list[Experiment], measured: Measured) -> Figure | None:

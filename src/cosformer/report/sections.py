@@ -6,22 +6,14 @@ from typing import Any
 
 from ..results import Picture
 from . import costs, figures, heatmap, tables
-from .cells import Measured
+from .cells import GROUPS, Measured
 from .paper import TABLES
-from .style import digits, ident, name
+from .style import digits, ident, looks, name
 from .summary import paragraphs
 
-GROUPS = {  # of tasks, in the order of the page
-    "lm": "Language modelling",
-    "finetune": "Pre-training and fine-tuning",
-    "lra": "Long-Range Arena",
-    "recall": "Recall",
-    "seq2seq": "Cross attention",
-    "toy": "Toy tasks",
-}
 SCALE = (
-    "The paper's figures come from other data, models and machines: compare the order of mixers, never a"
-    " number with a number."
+    "The paper's figures come from other data, models and machines: compare the order of mixers with them,"
+    " never a number with a number."
 )
 PICTURES = (
     "Queries down, keys across; bright is much weight, on a scale of its own for each matrix (red is positive"
@@ -39,7 +31,7 @@ class Section:
 
 def sections(measured: Measured) -> list[Section]:
     """All that has results, in order."""
-    others = {group: group for group in measured.groups if group not in GROUPS and group != "study"}
+    others = {group: group for group in measured.groups if group not in [*GROUPS, "study"]}
     found: list[tuple[str, str, list[Part | None]]] = [
         ("summary", "Summary", [_text(*paragraphs(measured), kind="lead"), tables.verdicts(measured)]),
         *((ident(group), heading, _tasks(measured, group)) for group, heading in (GROUPS | others).items()),
@@ -110,7 +102,8 @@ def _study(measured: Measured) -> list[Part | None]:
 def pictures(measured: Measured) -> list[tuple[str, list[Picture]]]:
     """Those that belong side by side, with a heading."""
     together: dict[str, list[Picture]] = {}
-    for row in measured.pictures:
+    order = list(looks(measured.mixers))
+    for row in sorted(measured.pictures, key=lambda row: order.index(row.mixer)):
         title = f"After training: {measured.titles.get(row.subject, row.subject)}"
         together.setdefault(title, []).append(row)
     return list(together.items())

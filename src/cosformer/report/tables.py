@@ -11,8 +11,7 @@ from .cells import Cell, Experiment, Measured, Span, change, span
 from .style import NOTHING, count, digits, ident, looks, metric_name, name, percent, score, times
 from .summary import verdict_table
 
-PUBLISHED = "published, same protocol"
-PAPER = "paper, at the paper's scale"
+PUBLISHED = "published, same protocol"  # columns that were not measured here
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ Lines = list[tuple[str, list[Entry]]]
 @dataclass(frozen=True)
 class Table:
     template: ClassVar[str] = "table.html"
-    foreign: ClassVar[tuple[str, ...]] = (PUBLISHED, PAPER)  # groups of columns that were not measured here
+    foreign: ClassVar[str] = PUBLISHED
     caption: str
     corner: str  # the heading of the first column
     columns: list[Column]
@@ -67,8 +66,10 @@ def verdicts(measured: Measured) -> Table | None:
     """The summary, task by task."""
     heads, lines = verdict_table(measured)
     rows: Lines = []
-    for task, outcome, *rest in lines:
-        rows.append((task, [Entry(outcome, badge=ident(outcome)), *map(Entry, rest)]))
+    for task, outcome, difference, metric, *values in lines:
+        entries = [Entry(outcome, badge=ident(outcome)), Entry(difference), Entry(metric)]
+        parts = [value.partition(" (") for value in values]
+        rows.append((task, entries + [Entry(text, more=bracket[1:] + more) for text, bracket, more in parts]))
     note = (
         "cosFormer is the recommended configuration, cosFormer (paper) the published one. It is compared with"
         " the better of softmax and softmax + RoPE. Tie: the ranges of the seeds overlap, or the"
@@ -137,31 +138,27 @@ def _notes(experiments: list[Experiment]) -> str:
     return " ".join(said)
 
 
-def _beside(e: Experiment) -> list[tuple[Column, dict[str, str]]]:
-    """Columns of figures that were not measured here, by mixer: of the same protocol, or else the paper's."""
+def _published(e: Experiment) -> dict[str, str]:
+    """What was published for the same protocol, by mixer."""
     rows = [row for cell in e.cells for row in cell.done]
-    same = {row.mixer: score(row.metric, row.published) for row in rows if row.published is not None}
-    if same:
-        return [(Column(e.row.title, PUBLISHED), same)]
-    found = paper.beside(e.row, [cell.mixer for cell in e.cells])
-    return [(Column(found[0], PAPER), found[1])] if found else []
+    return {row.mixer: score(row.metric, row.published) for row in rows if row.published is not None}
 
 
 def one_task(e: Experiment) -> Table:
     """Everything about one task: its metrics, what the training took, what was published."""
-    metric, beside = e.row.metric, _beside(e)
+    metric, published = e.row.metric, _published(e)
     rows = [row for cell in e.cells for row in cell.done]
     others = list(dict.fromkeys(other for row in rows for other in row.metrics))
     others = [other for other in others if other not in (metric, "tokens", "loss_per_token")]
     columns = [Column(metric_name(metric), "test", e.best_is)]
     columns += [Column(metric_name(other), "test", _direction(other)) for other in others]
     columns += [Column(head, "training", best) for head, _, _, best in EFFORT]
-    columns += [column for column, _ in beside]
+    columns += [Column(metric_name(metric), PUBLISHED)] if published else []
     body: Lines = []
     for cell in e.cells:
         entries = [_score(cell, metric)]
         entries += [_entry(other, span(row.metrics.get(other) for row in cell.done)) for other in others]
-        entries += [*_effort(cell), *(Entry(found.get(cell.mixer, NOTHING)) for _, found in beside)]
+        entries += _effort(cell) + ([Entry(published.get(cell.mixer, NOTHING))] if published else [])
         body.append((name(cell.mixer), entries))
     about = [e.row.data, e.row.size, f"length {e.row.length:,}"]
     return Table(e.row.title, "mixer", columns, {"": body}, _notes([e]), " · ".join(about))
@@ -169,14 +166,13 @@ def one_task(e: Experiment) -> Table:
 
 def overview(experiments: list[Experiment]) -> Table:
     """Mixers down, the tasks of a group across."""
-    beside = [pair for e in experiments for pair in _beside(e)]
-    beside.sort(key=lambda pair: pair[0].group == PAPER)  # columns of one group stand together
+    published = [(e.row.title, found) for e in experiments if (found := _published(e))]
     columns = [Column(f"{e.row.title} ({metric_name(e.row.metric)})", "ours", e.best_is) for e in experiments]
-    columns += [column for column, _ in beside]
+    columns += [Column(title, PUBLISHED) for title, _ in published]
     body: Lines = []
     for mixer in looks(cell.mixer for e in experiments for cell in e.cells):
         entries = [_score(e.cell(mixer), e.row.metric) for e in experiments]
-        body.append((name(mixer), entries + [Entry(found.get(mixer, NOTHING)) for _, found in beside]))
+        body.append((name(mixer), entries + [Entry(found.get(mixer, NOTHING)) for _, found in published]))
     return Table("What each mixer reached", "mixer", columns, {"": body}, _notes(experiments))
 
 
@@ -287,8 +283,7 @@ def paper_table(table: paper.PaperTable) -> Table:
     """A table of the paper in full."""
     columns = [Column(column, best="least" if column in table.least else "most") for column in table.columns]
     body: Lines = []
-    for model in table.rows:
-        figures = table.figures(model).values()
-        body.append((model, [Entry() if text == "-" else Entry(text, float(text)) for text in figures]))
+    for model, figures in table.rows.items():
+        body.append((model, [Entry() if x == "-" else Entry(x, float(x)) for x in figures.split()]))
     caption = f"The paper's table {table.number}: {table.title}"
     return Table(caption, "model", columns, {"": body}, table.note, table.setting)
