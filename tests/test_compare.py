@@ -7,11 +7,12 @@ import math
 import pytest
 import torch
 
-from cosformer import compare, models, reference, tasks
+from cosformer import compare, reference, tasks
 from cosformer.compare import budget, command, comparison, looks, plan, quality
 from cosformer.compare.comparison import Comparison
 from cosformer.compare.quality import Cell
 from cosformer.results import Cost, Exactness, Machine, Picture, Positions, Quality, Run, Search, of, read
+from cosformer.train import models
 
 TOY = plan.Subject(
     name="copy",

@@ -102,6 +102,7 @@ class Decay(nn.Module):
                 f"x must be (batch, length, {self.gate.in_features}), the layer's input; got {shown(x)}"
             )
         scale = _precise(self.gate(x)).clamp_max(LARGEST_EXPONENT).exp()  # (B, L, H)
+        assert self.constant is not None  # a gate starts from the ladder
         rates = (scale * self.constant).transpose(1, 2)
         return rates if key_mask is None else rates.masked_fill(~key_mask[:, None], 0.0)
 

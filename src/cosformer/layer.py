@@ -42,7 +42,7 @@ class ShortConvolution(nn.Module):
 
     def __init__(self, channels: int, *, width: int, centred: bool, device=None, dtype=None):
         super().__init__()
-        self.ahead = (width - 1) // 2 if centred else 0
+        self.width, self.ahead = width, ((width - 1) // 2 if centred else 0)
         self.weight = nn.Parameter(torch.empty(channels, width, device=device, dtype=dtype))
         self.reset_parameters()
 
@@ -139,10 +139,11 @@ class Interior(nn.Module):
         before = (None, None, None) if state is None or not state.last else state.last
         if self.conv is not None:
             q, k, v = _masked(q, k, v, key_mask)
-            last = tuple(_last(t, b, self.conv["q"].weight.shape[1] - 1) for t, b in zip((q, k, v), before))
-        heads = self.heads(q, k, v, before=before, key_mask=key_mask)
+            count = self.conv["q"].width - 1
+            last = tuple(_last(t, b, count) for t, b in zip((q, k, v), before))
+        q, k, v = self.heads(q, k, v, before=before, key_mask=key_mask)
         inner = None if state is None else state.mixer
-        out, inner = self.mixer.stream(*heads, inner, x=x, key_mask=key_mask)
+        out, inner = self.mixer.stream(q, k, v, inner, x=x, key_mask=key_mask)
         return self.gated(out, x), LayerState(inner, last)
 
     def weights(

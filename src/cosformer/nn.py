@@ -93,7 +93,7 @@ class MixerAttention(nn.Module):
             if layer.bias is not None:
                 nn.init.zeros_(layer.bias)
         sizes = {"heads": num_heads, "head_dim": self.head_dim, "max_length": max_length, "width": embed_dim}
-        around = {"short_conv": short_conv, "qk_norm": qk_norm, "output_gate": output_gate}
+        around: dict = {"short_conv": short_conv, "qk_norm": qk_norm, "output_gate": output_gate}
         inner = build(mixer, **sizes, **(options or {}))
         self.interior = Interior(inner, kv_heads=num_kv_heads, **around, **made)
         self.register_load_state_dict_pre_hook(_accept_multihead_attention)

@@ -56,7 +56,7 @@ class CosformerForMaskedLM(EncoderHead):
         super().__init__(config)
         size = config.hidden_size
         self.head = nn.Sequential(nn.Linear(size, size), nn.GELU(), nn.RMSNorm(size, eps=config.rms_norm_eps))
-        self.decoder = nn.Linear(size, config.vocab_size)
+        self.decoder: nn.Module = nn.Linear(size, config.vocab_size)
         self.post_init()
 
     def get_output_embeddings(self) -> nn.Module:

@@ -79,7 +79,8 @@ class Kernel(Mixer):
             return super().absorb(k, v, key_mask=key_mask)  # what a key adds depends on who asks
         if key_mask is not None:
             k, v = (t.masked_fill(~key_mask[:, None, :, None], 0) for t in (k, v))
-        options = {"horizon": self.horizon_of(self.max_length), "relu": self.relu, "backend": self.backend}
+        options: dict[str, Any] = {"relu": self.relu, "backend": self.backend}
+        options["horizon"] = self.horizon_of(self.max_length)
         return linear_state(self.phi(k), v, heads=self.heads, key_mask=key_mask, **options)
 
     def read(self, q, memory, *, offset=0):

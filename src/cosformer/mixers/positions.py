@@ -11,15 +11,16 @@ shapes stay.
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
-def companion(name: str) -> type[nn.Module]:
+def companion(name: str) -> "type[Rope | SineSPE | ConvSPE]":
     """The class of a companion by name."""
-    known = {"rope": Rope, "sine_spe": SineSPE, "conv_spe": ConvSPE}
+    known: dict[str, Any] = {"rope": Rope, "sine_spe": SineSPE, "conv_spe": ConvSPE}
     if name not in known:
         raise ValueError(f"positions {name!r} is unknown; one of {', '.join(known)}, or None")
     return known[name]
