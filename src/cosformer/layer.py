@@ -139,8 +139,8 @@ class Interior(nn.Module):
         before = (None, None, None) if state is None or not state.last else state.last
         if self.conv is not None:
             q, k, v = _masked(q, k, v, key_mask)
-            count = self.conv["q"].width - 1
-            last = tuple(_last(t, b, count) for t, b in zip((q, k, v), before))
+            count: Any = self.conv["q"].width
+            last = tuple(_last(t, b, count - 1) for t, b in zip((q, k, v), before))
         q, k, v = self.heads(q, k, v, before=before, key_mask=key_mask)
         inner = None if state is None else state.mixer
         out, inner = self.mixer.stream(q, k, v, inner, x=x, key_mask=key_mask)
