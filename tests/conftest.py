@@ -1,4 +1,6 @@
-"""What every test shares: fresh memory is poisoned with NaN, seeds are fixed, the backends to run on are named once."""
+"""What every test shares: fresh memory is poisoned with NaN, seeds are fixed, the backends to run on are
+named once.
+"""
 
 import itertools
 import lzma
@@ -34,7 +36,9 @@ def widest(name: str) -> torch.dtype:
 
 
 def pytest_generate_tests(metafunc):
-    """`backend` runs over the backends this machine has; `backend, dtype` over every pair a backend supports."""
+    """`backend` runs over the backends this machine has; `backend, dtype` over every pair a backend
+    supports.
+    """
     names = metafunc.fixturenames
     if "backend" in names and "dtype" in names:
         metafunc.parametrize(
@@ -225,7 +229,9 @@ def toy_model(model, seed: int = 0, **fields):
 
 
 def moved(module, by: float = 0.1):
-    """The module with every weight away from its start: a gate of zeros, a norm of ones would hide mistakes."""
+    """The module with every weight away from its start: a gate of zeros, a norm of ones would hide
+    mistakes.
+    """
     with torch.no_grad():
         for p in module.parameters():
             p.add_(torch.randn_like(p), alpha=by)

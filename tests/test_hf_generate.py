@@ -1,4 +1,6 @@
-"""`cosformer generate`: streams what the model would generate, and says clearly what is wrong with a directory."""
+"""`cosformer generate`: streams what the model would generate, and says clearly what is wrong with a
+directory.
+"""
 
 import math
 
@@ -146,7 +148,10 @@ def test_bad_arguments_are_named(directory, capsys):
 
 def test_what_the_horizon_leaves_no_room_for_is_refused_before_decoding(directory, capsys):
     there = ("--model", str(directory), "--prompt")
-    said = "--max-new-tokens is 7, but after a prompt of 60 tokens this model can write 6: it reads at most 65 tokens"
+    said = (
+        "--max-new-tokens is 7, but after a prompt of 60 tokens this model can write 6: it "
+        "reads at most 65 tokens"
+    )
     assert said in fails(capsys, *there, "a" * 60, "--max-new-tokens", "7")
     assert "--prompt has 66 tokens, but this model reads at most 65" in fails(capsys, *there, "a" * 66)
     for asked in (("--max-new-tokens", "6"), ()):  # by default, at most what there is room for

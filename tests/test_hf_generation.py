@@ -1,4 +1,6 @@
-"""Generation with a constant-size cache: however the tokens are fed, reordered or taken back, the text is the same."""
+"""Generation with a constant-size cache: however the tokens are fed, reordered or taken back, the text is the
+same.
+"""
 
 import math
 

@@ -315,7 +315,9 @@ def test_compiled_training_step_is_the_eager_one():
 @pytest.mark.slow
 @headed
 def test_blocks_can_be_sharded(kind, tmp_path):
-    """FSDP2 over one process: each block wrapped on its own, then the whole; the gradients are the plain ones."""
+    """FSDP2 over one process: each block wrapped on its own, then the whole; the gradients are the plain
+    ones.
+    """
     from torch.distributed.fsdp import fully_shard
 
     torch.distributed.init_process_group(
@@ -408,9 +410,17 @@ def test_trainer_trains(tmp_path):
     data = [{"input_ids": row, "labels": row} for row in x]
     before = model(x, labels=x).loss.item()
     arguments = tf.TrainingArguments(
-        str(tmp_path), max_steps=12, learning_rate=1e-2, gradient_accumulation_steps=2, gradient_checkpointing=True,
-        per_device_train_batch_size=4, report_to=[], save_strategy="no", disable_tqdm=True, use_cpu=True,
-    )  # fmt: skip
+        str(tmp_path),
+        max_steps=12,
+        learning_rate=1e-2,
+        gradient_accumulation_steps=2,
+        gradient_checkpointing=True,
+        per_device_train_batch_size=4,
+        report_to=[],
+        save_strategy="no",
+        disable_tqdm=True,
+        use_cpu=True,
+    )
     tf.Trainer(model, arguments, train_dataset=data).train()
     assert model.eval()(x, labels=x).loss.item() < before - 0.5
 

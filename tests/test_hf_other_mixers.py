@@ -1,4 +1,6 @@
-"""The Cosformer model types with any mixer in their layers, learned or rotary positions, packed rows, pooling and pairs."""
+"""The Cosformer model types with any mixer in their layers, learned or rotary positions, packed rows, pooling
+and pairs.
+"""
 
 import math
 
@@ -254,7 +256,10 @@ def test_a_pair_and_a_pooled_text_can_be_tuples():
 def test_an_encoders_text_past_its_positions_is_an_error():
     model, longer = build("masked"), ids(length=LENGTH + 1)
     model(ids())
-    said = "input_ids has 25 tokens, but max_position_embeddings is 24 and each position has a learned vector; cut the text"
+    said = (
+        "input_ids has 25 tokens, but max_position_embeddings is 24 and each position has a "
+        "learned vector; cut the text"
+    )
     with pytest.raises(ValueError, match=said):
         model(longer)
     with pytest.raises(ValueError, match=said.replace("input_ids", "inputs_embeds")):

@@ -1,4 +1,6 @@
-"""The shape of the package: who may import whom, what `import cosformer` loads, what the README says of the files."""
+"""The shape of the package: who may import whom, what `import cosformer` loads, what the README says of the
+files.
+"""
 
 import ast
 import re

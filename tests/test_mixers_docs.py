@@ -1,4 +1,6 @@
-"""docs/adding-a-mechanism.md, executed: the file it adds is discovered by a new interpreter and passes the contract."""
+"""docs/adding-a-mechanism.md, executed: the file it adds is discovered by a new interpreter and passes the
+contract.
+"""
 
 import os
 import re

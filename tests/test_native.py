@@ -1,4 +1,6 @@
-"""The native backend beyond the operator's tests: threads, processes, instruction sets, loading, sanitizers."""
+"""The native backend beyond the operator's tests: threads, processes, instruction sets, loading,
+sanitizers.
+"""
 
 import multiprocessing
 import os
@@ -166,7 +168,9 @@ def test_openmp_runtime_is_shared():
 
 
 def test_sanitizers(tmp_path):
-    """A short fuzz of the kernel under AddressSanitizer and UndefinedBehaviorSanitizer; `make fuzz` runs longer."""
+    """A short fuzz of the kernel under AddressSanitizer and UndefinedBehaviorSanitizer; `make fuzz` runs
+    longer.
+    """
     if not (shutil.which("cmake") and (shutil.which("c++") or shutil.which("g++"))):
         pytest.skip("needs cmake and a C++ compiler")
     fuzz(tmp_path, seconds=15)

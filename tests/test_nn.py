@@ -1,4 +1,6 @@
-"""MixerAttention and CosformerAttention: nn.MultiheadAttention's call and weights, stock transformer layers."""
+"""MixerAttention and CosformerAttention: nn.MultiheadAttention's call and weights, stock transformer
+layers.
+"""
 
 import math
 

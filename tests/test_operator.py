@@ -1,4 +1,6 @@
-"""cosformer_attention against the definition: every mode, every dtype, every backend, outputs and gradients."""
+"""cosformer_attention against the definition: every mode, every dtype, every backend, outputs and
+gradients.
+"""
 
 import math
 
@@ -268,7 +270,9 @@ def test_batch_order_and_size_change_nothing(backend, causal):
 
 
 def strided(kind, B, H, Hk, L, D, E, dtype):
-    """q, k, v of one length as views: of a fused projection, transposed, expanded over the batch, with a strided last dimension."""
+    """q, k, v of one length as views: of a fused projection, transposed, expanded over the batch, with a
+    strided last dimension.
+    """
     if kind == "fused":
         fused = torch.randn(B, L, H * D + Hk * D + Hk * E).to(dtype)
         q, k, v = fused.split([H * D, Hk * D, Hk * E], -1)

@@ -1,4 +1,6 @@
-"""Every recipe is sound: the paper's by their shapes at full size, the laptop's by their dry run at toy size."""
+"""Every recipe is sound: the paper's by their shapes at full size, the laptop's by their dry run at toy
+size.
+"""
 
 import re
 from pathlib import Path
@@ -48,9 +50,21 @@ def test_says_what_it_is(path):
 
 
 BELOW = {
-    "adam_beta1", "adam_beta2", "adam_epsilon", "eval_steps", "hidden_dropout_prob", "holdout", "learning_rate", "max_grad_norm",
-    "max_steps", "num_train_epochs", "per_device_train_batch_size", "save_steps", "warmup_steps", "weight_decay",
-}  # fmt: skip
+    "adam_beta1",
+    "adam_beta2",
+    "adam_epsilon",
+    "eval_steps",
+    "hidden_dropout_prob",
+    "holdout",
+    "learning_rate",
+    "max_grad_norm",
+    "max_steps",
+    "num_train_epochs",
+    "per_device_train_batch_size",
+    "save_steps",
+    "warmup_steps",
+    "weight_decay",
+}
 
 
 def test_every_paper_recipe_has_a_laptop_twin():

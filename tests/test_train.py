@@ -1,4 +1,6 @@
-"""cosformer train, evaluate and finetune: what a run leaves behind, how it stops and goes on, and what is refused."""
+"""cosformer train, evaluate and finetune: what a run leaves behind, how it stops and goes on, and what is
+refused.
+"""
 
 import dataclasses
 import errno
@@ -509,7 +511,8 @@ def merged(*argv: str):
 
 def test_the_command_line_wins_over_a_recipe():
     Path("r.toml").write_text(
-        'mixer = "softmax"\nsize = "small"\n[task]\nname = "listops"\nlength = 64\ndepth = 4\n[train]\nmax_steps = 7\nseed = 2\n'
+        'mixer = "softmax"\nsize = "small"\n[task]\nname = "listops"\nlength = 64\ndepth = '
+        "4\n[train]\nmax_steps = 7\nseed = 2\n"
         "[model]\nhidden_dropout_prob = 0.1\n[pretrain]\nmax_steps = 3\n"
     )
     recipe = merged("--recipe", "r.toml")
@@ -698,9 +701,25 @@ def test_a_saved_model_keeps_its_mixer_and_size(whole, capsys):
 def test_a_trained_language_model_goes_on_with_a_text(capsys):
     Path("t.txt").write_text("abcdefgh " * 900)
     cli.train(
-        [*("lm", "--data", "t.txt", "--length", "32", "--size", "toy", "--out", "run", "--max_steps", "60", "--eval_steps", "30"),
-         *("--per_device_train_batch_size", "8", "--learning_rate", "1e-2")]
-    )  # fmt: skip
+        [
+            *(
+                "lm",
+                "--data",
+                "t.txt",
+                "--length",
+                "32",
+                "--size",
+                "toy",
+                "--out",
+                "run",
+                "--max_steps",
+                "60",
+                "--eval_steps",
+                "30",
+            ),
+            *("--per_device_train_batch_size", "8", "--learning_rate", "1e-2"),
+        ]
+    )
     assert "the model is in run" in capsys.readouterr().out
     generate.main(["--model", "run", "--prompt", "abcd", "--max-new-tokens", "10"])
     assert capsys.readouterr().out == "efgh abcde\n"
@@ -708,8 +727,16 @@ def test_a_trained_language_model_goes_on_with_a_text(capsys):
 
 @pytest.fixture
 def pretrained():
-    go(run_of("mlm", out="mlm", task_settings=SETTINGS["mlm"], training={"max_steps": 2, "eval_steps": 1}, eval_examples=4,
-              test_examples=4))  # fmt: skip
+    go(
+        run_of(
+            "mlm",
+            out="mlm",
+            task_settings=SETTINGS["mlm"],
+            training={"max_steps": 2, "eval_steps": 1},
+            eval_examples=4,
+            test_examples=4,
+        )
+    )
     return "mlm"
 
 
@@ -726,9 +753,22 @@ def test_finetuning_starts_from_the_saved_body(pretrained, capsys):
     assert all(torch.equal(loaded[name], body[name]) for name in loaded)
     assert not same_as_new(loaded, run, task) and model.config.num_labels == 2
     cli.finetune(
-        [pretrained, "--length", "32", "--out", "fine", "--max_steps", "1", "--learning_rate", "0", "--test-examples", "4",
-         "--eval-examples", "4"]
-    )  # fmt: skip
+        [
+            pretrained,
+            "--length",
+            "32",
+            "--out",
+            "fine",
+            "--max_steps",
+            "1",
+            "--learning_rate",
+            "0",
+            "--test-examples",
+            "4",
+            "--eval-examples",
+            "4",
+        ]
+    )
     assert all(torch.equal(weights("fine")[name], body[name]) for name in loaded)
     assert train.Run.load(Path("fine/run.json")).task == "classify"
 

@@ -1,6 +1,7 @@
 """kill -9 at any moment of a run: resuming never fails and ends, bit for bit, as if nothing had happened.
 
-Run as a script this file is the driver: it imports once and forks a child for every attempt, before torch has threads.
+Run as a script this file is the driver: it imports once and forks a child for every attempt, before torch has
+threads.
 """
 
 import json

@@ -1,11 +1,13 @@
-"""Decay: the rates at which attention heads forget; the one vocabulary that operator, mixers, modules and models share.
+"""Decay: the rates at which attention heads forget; the one vocabulary that operator, mixers, modules and
+models share.
 
 weight_ij *= exp(-|A_i - A_j|)      A the running sum of the rates (rate * position for a constant)
 
 None        no decay, the paper's operator
 rates       a number, or one per head: constants
 "ladder"    constants, one per head, geometric from 1/4 (a few tokens) down to 1/span (the whole context)
-"gated"     ladder_h * exp(w_h . x + b_h), one per head and position, read from the layer's input x; starts as the ladder
+"gated"     ladder_h * exp(w_h . x + b_h), one per head and position, read from the layer's input x; starts as
+            the ladder
 """
 
 import math
@@ -22,7 +24,9 @@ DecaySpec = Rates | str | None
 
 
 def ladder(heads: int, span: float) -> list[float]:
-    """One rate per head, geometric from 1/4 down to 1/span; a span of less than 4 tokens makes them all 1/4."""
+    """One rate per head, geometric from 1/4 down to 1/span; a span of less than 4 tokens makes them all
+    1/4.
+    """
     step = math.log(4 / max(span, 4)) / max(heads - 1, 1)
     return [math.exp(head * step) / 4 for head in range(heads)]
 

@@ -1,13 +1,16 @@
-"""The interior of an attention layer: what stands between its projections, the same in every module and model.
+"""The interior of an attention layer: what stands between its projections, the same in every module and
+model.
 
-    q, k, v = projections of x  ->  short convolution  ->  norms of q and k  ->  mixer  ->  output gate  ->  out
+    q, k, v = projections of x  ->  short convolution  ->  norms of q and k  ->  mixer  ->  output gate  ->
+                                out
 
     short convolution   depthwise along the sequence, a few tokens wide, on q, k and v; starts as the identity
     norms               RMS norm of each head's q and k, with a learned weight
     output gate         out * sigmoid(W x + b), which starts as one half everywhere
 
-Each is optional, and a mixer says which it wants. All leave the weights of a kernel mixer non-negative and its split exact.
-A stream keeps the mixer's own state and the last few tokens of the convolution: a constant size, if the mixer's is.
+Each is optional, and a mixer says which it wants. All leave the weights of a kernel mixer non-negative and
+its split exact. A stream keeps the mixer's own state and the last few tokens of the convolution: a constant
+size, if the mixer's is.
 """
 
 from dataclasses import dataclass
@@ -23,7 +26,9 @@ from .ops.convolution import short_convolution
 
 @dataclass(frozen=True)
 class LayerState:
-    """What a layer remembers of a stream: its mixer's state, and the last inputs (B, width - 1, C) of q, k and v."""
+    """What a layer remembers of a stream: its mixer's state, and the last inputs (B, width - 1, C) of q, k
+    and v.
+    """
 
     mixer: Any
     last: tuple[Tensor, ...] = ()
@@ -38,7 +43,9 @@ class LayerState:
 
 
 class ShortConvolution(nn.Module):
-    """Depthwise convolution of (B, L, C) over `width` tokens: back from each one, or around it if `centred`."""
+    """Depthwise convolution of (B, L, C) over `width` tokens: back from each one, or around it if
+    `centred`.
+    """
 
     def __init__(self, channels: int, *, width: int, centred: bool, device=None, dtype=None):
         super().__init__()
@@ -62,7 +69,8 @@ class ShortConvolution(nn.Module):
 
 
 class Interior(nn.Module):
-    """A mixer and what a layer puts around it; q (B, L, H D), k, v (B, S, Hk D) -> (B, L, H D), heads side by side.
+    """A mixer and what a layer puts around it; q (B, L, H D), k, v (B, S, Hk D) -> (B, L, H D), heads side by
+    side.
 
     short_conv, qk_norm    None for what the mixer wants; a width of 0 is no convolution
     centred                the convolution looks around each token, for layers that are never causal

@@ -24,10 +24,10 @@ class MixerAttention(nn.Module):
     qk_norm       RMS norms of q and k; None for what the mixer wants
     output_gate   the output times sigmoid(W query)
 
-    A key that is not the query counts as another sequence, which some mixers refuse. What a linear form cannot express is
-    refused when asked for: dropout of attention weights, arbitrary attention masks, `add_bias_kv`, `add_zero_attn`.
-    `need_weights` defaults to False, because the weights are quadratic. It loads the weights of an
-    `nn.MultiheadAttention` of the same size.
+    A key that is not the query counts as another sequence, which some mixers refuse. What a linear form
+    cannot express is refused when asked for: dropout of attention weights, arbitrary attention masks,
+    `add_bias_kv`, `add_zero_attn`. `need_weights` defaults to False, because the weights are quadratic. It
+    loads the weights of an `nn.MultiheadAttention` of the same size.
 
     >>> attention = MixerAttention(512, 8, mixer="performer", options={"features": 128}, batch_first=True)
     >>> out, _ = attention(x, x, x, is_causal=True)
@@ -77,7 +77,8 @@ class MixerAttention(nn.Module):
             )
         if add_bias_kv or add_zero_attn:
             raise ValueError(
-                "add_bias_kv and add_zero_attn are not supported: an extra key has no position to be weighted by"
+                "add_bias_kv and add_zero_attn are not supported: an extra key has no position to be "
+                "weighted by"
             )
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim, self.kdim, self.vdim = embed_dim // num_heads, kdim or embed_dim, vdim or embed_dim
@@ -111,9 +112,9 @@ class MixerAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend as `nn.MultiheadAttention` does; returns (output, weights or None).
 
-        `key_padding_mask` (B, S): True, or -inf, = ignore. `attn_mask` may be all-visible or causal, since nothing else has a
-        linear form; `is_causal=True` needs no mask. With `need_weights` the exact weights are formed, at quadratic cost:
-        (B, L, S) averaged over the heads, or (B, H, L, S).
+        `key_padding_mask` (B, S): True, or -inf, = ignore. `attn_mask` may be all-visible or causal, since
+        nothing else has a linear form; `is_causal=True` needs no mask. With `need_weights` the exact weights
+        are formed, at quadratic cost: (B, L, S) averaged over the heads, or (B, H, L, S).
         """
         self._check(query, key, value)
         cross, single = key is not query, query.ndim == 2
@@ -146,7 +147,9 @@ class MixerAttention(nn.Module):
     def stream(
         self, query: Tensor, state: LayerState | None = None, *, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, LayerState]:
-        """Causal self-attention over the next tokens of a stream: their output, and the state to pass with the next."""
+        """Causal self-attention over the next tokens of a stream: their output, and the state to pass with
+        the next.
+        """
         x = query if self.batch_first else query.transpose(0, 1)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         out, state = self.interior.stream(x, q, k, v, state, key_mask=_keep(key_padding_mask))
@@ -154,14 +157,18 @@ class MixerAttention(nn.Module):
         return out if self.batch_first else out.transpose(0, 1), state
 
     def extra_repr(self) -> str:
-        return f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, mixer={self.interior.mixer.name!r}"
+        return (
+            f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
+            f"mixer={self.interior.mixer.name!r}"
+        )
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         sized = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
         for name, x, size in sized:
             if x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != size:
                 raise ValueError(
-                    f"{name} must be (length, {size}) or batched, with a last dimension of {size}; got {tuple(x.shape)}"
+                    f"{name} must be (length, {size}) or batched, with a last dimension of {size}; "
+                    f"got {tuple(x.shape)}"
                 )
 
     def _refuse(self, *, causal: bool, cross: bool) -> None:
@@ -178,9 +185,10 @@ class CosformerAttention(MixerAttention):
     `MixerAttention` with these arguments besides its own:
 
     horizon        a number, one per head, or None for the longer of the two lengths of each call
-    decay          None (the paper's operator), "ladder", one rate or one per head, or "gated": one per head and position,
-                   which a linear gate reads from the input in self-attention; with it, the recommended layer: a short
-                   convolution of q, k and v and norms of q and k come along unless refused (short_conv=0, qk_norm=False)
+    decay          None (the paper's operator), "ladder", one rate or one per head, or "gated": one per head
+                   and position, which a linear gate reads from the input in self-attention; with it, the
+                   recommended layer: a short convolution of q, k and v and norms of q and k come along unless
+                   refused (short_conv=0, qk_norm=False)
     learn_decay    constant rates are learned
     eps, backend   the operator's
 
@@ -218,10 +226,22 @@ class CosformerAttention(MixerAttention):
         horizons = [] if horizon is None else horizon_list(horizon, num_heads)
         operator = {"horizon": "length" if horizon is None else horizon, "eps": eps, "backend": backend}
         super().__init__(
-            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first, device, dtype,
-            mixer="cosformer", max_length=math.ceil(span_of(horizons, UNKNOWN_LENGTH)),
-            options={"decay": decay, "learn_decay": learn_decay, **operator}, **layer,
-        )  # fmt: skip
+            embed_dim,
+            num_heads,
+            dropout,
+            bias,
+            add_bias_kv,
+            add_zero_attn,
+            kdim,
+            vdim,
+            batch_first,
+            device,
+            dtype,
+            mixer="cosformer",
+            max_length=math.ceil(span_of(horizons, UNKNOWN_LENGTH)),
+            options={"decay": decay, "learn_decay": learn_decay, **operator},
+            **layer,
+        )
         self.horizon = horizon
 
 
@@ -233,7 +253,8 @@ def _keep(key_padding_mask: Tensor | None) -> Tensor | None:
         return ~key_padding_mask
     if not key_padding_mask.is_floating_point():
         raise TypeError(
-            f"key_padding_mask must be bool (True = ignore) or float (-inf = ignore); got {key_padding_mask.dtype}"
+            "key_padding_mask must be bool (True = ignore) or float (-inf = ignore); got "
+            f"{key_padding_mask.dtype}"
         )
     if not torch.compiler.is_compiling() and not bool(
         ((key_padding_mask == 0) | (key_padding_mask == -math.inf)).all()
@@ -245,7 +266,9 @@ def _keep(key_padding_mask: Tensor | None) -> Tensor | None:
 
 
 def _is_causal(attn_mask: Tensor | None, L: int, S: int, *, hint: bool) -> bool:
-    """Whether attention is causal: attn_mask is the causal mask, or hides nothing and `hint` says so; other masks are refused."""
+    """Whether attention is causal: attn_mask is the causal mask, or hides nothing and `hint` says so; other
+    masks are refused.
+    """
     if attn_mask is None:
         return hint
     if attn_mask.shape[-2:] == (L, S):
@@ -257,13 +280,15 @@ def _is_causal(attn_mask: Tensor | None, L: int, S: int, *, hint: bool) -> bool:
             if L == S and bool((hidden == future).all()):
                 return True
     raise ValueError(
-        f"attn_mask of shape {tuple(attn_mask.shape)} is neither causal nor all-visible: a linear form never makes the scores, "
+        f"attn_mask of shape {tuple(attn_mask.shape)} is neither causal nor all-visible: a linear "
+        "form never makes the scores, "
         "so it cannot mask them one by one; use is_causal, or key_padding_mask for whole keys"
     )
 
 
 def _accept_multihead_attention(module: MixerAttention, state_dict: dict, prefix: str, *args) -> None:
-    """Accept nn.MultiheadAttention's names: in_proj_weight, in_proj_bias, q_proj_weight, k_proj_weight, v_proj_weight.
+    """Accept nn.MultiheadAttention's names: in_proj_weight, in_proj_bias, q_proj_weight, k_proj_weight,
+    v_proj_weight.
 
     It has nothing between its projections, so where its names are met the interior stays as it is.
     """
@@ -276,7 +301,8 @@ def _accept_multihead_attention(module: MixerAttention, state_dict: dict, prefix
         if fused is not None:
             if module.num_kv_heads != module.num_heads:
                 raise ValueError(
-                    f"in_proj_{kind} holds {module.num_heads} key heads; this module has num_kv_heads={module.num_kv_heads}"
+                    f"in_proj_{kind} holds {module.num_heads} key heads; this module has "
+                    f"num_kv_heads={module.num_kv_heads}"
                 )
             for name, part in zip(("q_proj", "k_proj", "v_proj"), fused.chunk(3), strict=True):
                 state_dict[f"{prefix}{name}.{kind}"] = part

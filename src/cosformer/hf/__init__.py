@@ -1,4 +1,5 @@
-"""cosFormer in Hugging Face: an attention implementation for any architecture, and models with a constant-size cache.
+"""cosFormer in Hugging Face: an attention implementation for any architecture, and models with a
+constant-size cache.
 
 Importing this package registers both with transformers.
 """

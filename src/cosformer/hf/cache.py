@@ -1,4 +1,6 @@
-"""The cache of a Cosformer model: for each layer what its mixer keeps of a stream, and of a source that is read again."""
+"""The cache of a Cosformer model: for each layer what its mixer keeps of a stream, and of a source that is
+read again.
+"""
 
 from __future__ import annotations
 
@@ -131,7 +133,9 @@ class StreamLayer(KeptLayer):
             self.record_past, self.origin = True, self.kept
 
     def crop(self, tokens: int) -> None:
-        """Forget the last `-tokens` tokens; a positive number is the length to return to (transformers before 5.16)."""
+        """Forget the last `-tokens` tokens; a positive number is the length to return to (transformers before
+        5.16).
+        """
         length = self.get_seq_length()
         surplus = -tokens if tokens <= 0 else length - tokens
         if not (surplus > 0 or self.record_past) or not length:

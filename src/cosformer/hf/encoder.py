@@ -1,9 +1,11 @@
 """The encoder: a stack that sees the whole text, and its heads.
 
-`CosformerForPairClassification` is Long-Range Arena's model of two texts, read one by one: [a, b, a * b, a - b] through an MLP.
+`CosformerForPairClassification` is Long-Range Arena's model of two texts, read one by one: [a, b, a * b, a -
+b] through an MLP.
 
-A head averages its loss over a batch itself, so the Trainer must not hand it num_items_in_batch (`accepts_loss_kwargs`). That is
-right for classes, one a row; masked tokens are not as many in every batch, so there it is taken.
+A head averages its loss over a batch itself, so the Trainer must not hand it num_items_in_batch
+(`accepts_loss_kwargs`). That is right for classes, one a row; masked tokens are not as many in every batch,
+so there it is taken.
 """
 
 import torch
@@ -69,8 +71,8 @@ class CosformerForMaskedLM(EncoderHead):
     def forward(
         self, input_ids=None, attention_mask=None, labels=None, num_items_in_batch=None, **kwargs
     ) -> MaskedLMOutput:
-        """`num_items_in_batch`, from the Trainer: the hidden tokens of all processes and accumulated batches together; the
-        loss is this batch's share of their mean."""
+        """`num_items_in_batch`, from the Trainer: the hidden tokens of all processes and accumulated batches
+        together; the loss is this batch's share of their mean."""
         logits = self.decoder(self.head(self.hidden(input_ids, attention_mask, **kwargs)))
         loss = None
         if labels is not None:

@@ -1,15 +1,16 @@
 """attn_implementation="cosformer": cosFormer attention in the architectures transformers already has.
 
-transformers asks for two functions under one name: the attention itself, and the mask it wants to be given. Both are needed:
-without the second a padded batch arrives with no mask at all. What this operator cannot honour is refused, never ignored.
+transformers asks for two functions under one name: the attention itself, and the mask it wants to be given.
+Both are needed: without the second a padded batch arrives with no mask at all. What this operator cannot
+honour is refused, never ignored.
 
 Options stand in `config.cosformer`, a plain dict that is saved with the config:
 
     horizon   the distance at which a key stops mattering; the architecture's maximum positions if absent
     decay     None (the paper's operator), "ladder", or a list of rates, one per head
 
-Cross attention takes no cosine and no decay: its queries and keys stand on different axes, and transformers does not tell an
-attention function which target position a cached query has.
+Cross attention takes no cosine and no decay: its queries and keys stand on different axes, and transformers
+does not tell an attention function which target position a cached query has.
 """
 
 import math
@@ -48,7 +49,9 @@ def attention(
     is_causal: bool | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: q (B, H, L, D), k, v (B, Hk, S, .), key mask (B, S) -> (B, L, H, E) and no weights."""
+    """transformers' attention function: q (B, H, L, D), k, v (B, Hk, S, .), key mask (B, S) -> (B, L, H, E)
+    and no weights.
+    """
     refuse(module, kwargs)
     if dropout:
         logger.warning_once(
@@ -89,8 +92,8 @@ def mask(
 ) -> Tensor | None:
     """transformers' mask function: the padding mask (B, S), True = keep, or None where nothing is padded."""
     if mask_function not in (causal_mask_function, bidirectional_mask_function):
-        # Another pattern. Some architectures make masks that no layer uses, so this one is refused where a layer does: its
-        # shape says what it is, and it holds one element.
+        # Another pattern. Some architectures make masks that no layer uses, so this one is refused where a
+        # layer does: its shape says what it is, and it holds one element.
         return torch.empty((), dtype=torch.bool, device=kwargs.get("device")).expand(
             batch_size, 1, q_length, kv_length
         )
@@ -98,7 +101,8 @@ def mask(
         mask_function is causal_mask_function and q_offset + q_length != kv_length
     ):
         raise ValueError(
-            "cosformer attention needs a dynamic cache, whose last key is the last query's; this one is preallocated"
+            "cosformer attention needs a dynamic cache, whose last key is the last query's; this one "
+            "is preallocated"
         )
     if attention_mask is None:
         return None
@@ -110,8 +114,8 @@ def mask(
 
 
 def padding(attention_mask: Tensor) -> Tensor | None:
-    """A 0/1 or bool mask as bool, or None if it keeps everything; not asked of a graph, which has no values, nor of a device,
-    where looking would be waiting."""
+    """A 0/1 or bool mask as bool, or None if it keeps everything; not asked of a graph, which has no values,
+    nor of a device, where looking would be waiting."""
     keep = attention_mask.to(torch.bool)
     looks = keep.is_cpu and not torch.compiler.is_compiling()
     return None if looks and bool(keep.all()) else keep
@@ -122,8 +126,10 @@ def key_mask(attention_mask: Tensor | None, key: Tensor) -> Tensor | None:
         return None
     if attention_mask.ndim != 2:
         raise ValueError(
-            f"attention_mask must be a padding mask (batch, keys) = {(key.shape[0], key.shape[2])} with cosformer attention; "
-            f"got shape {tuple(attention_mask.shape)}, another pattern (made by hand, a window, chunks, packed sequences)"
+            f"attention_mask must be a padding mask (batch, keys) = {(key.shape[0], key.shape[2])} "
+            "with cosformer attention; "
+            f"got shape {tuple(attention_mask.shape)}, another pattern (made by hand, a window, "
+            "chunks, packed sequences)"
         )
     return attention_mask.to(torch.bool)
 
@@ -142,7 +148,9 @@ def refuse(module: nn.Module, kwargs: dict) -> None:
 
 
 def is_causal_attention(module: nn.Module, given: bool | None) -> bool:
-    """Whether a query sees only the keys before it: as the call says, or the module, unless the config turns it off."""
+    """Whether a query sees only the keys before it: as the call says, or the module, unless the config turns
+    it off.
+    """
     causal = getattr(module, "is_causal", True) if given is None else given
     return causal and getattr(module.config, "is_causal", True) is not False
 
@@ -181,16 +189,22 @@ def _rates(spec: DecaySpec, heads: int, span: float, device: torch.device) -> Te
 
 
 def check_reach(tokens: int, horizon, *, causal: bool) -> None:
-    """Stop where the operator would, but say where a model's horizon is set; what is no horizon at all is left to the operator."""
+    """Stop where the operator would, but say where a model's horizon is set; what is no horizon at all is
+    left to the operator.
+    """
     if isinstance(horizon, int | float) and horizon > 0 and not reaches(tokens, horizon, causal=causal):
         raise ValueError(
-            f"{tokens} tokens reach past the horizon of {horizon:g}; use shorter texts, or set a larger horizon: "
-            f"config.cosformer = {{'horizon': {tokens}}} (math.inf drops the cosine; by default, the maximum positions)"
+            f"{tokens} tokens reach past the horizon of {horizon:g}; use shorter texts, or set a "
+            "larger horizon: "
+            f"config.cosformer = {{'horizon': {tokens}}} (math.inf drops the cosine; by default, the "
+            "maximum positions)"
         )
 
 
 def reaches(tokens: int, horizon: float, *, causal: bool) -> bool:
-    """Whether a text's first and last token are near enough; a key exactly at the horizon may only stand behind its query."""
+    """Whether a text's first and last token are near enough; a key exactly at the horizon may only stand
+    behind its query.
+    """
     return tokens - 1 <= horizon if causal else tokens - 1 < horizon
 
 
@@ -204,7 +218,8 @@ def max_positions(config) -> int:
             math.prod(image // patch for image, patch in zip(*sizes, strict=True)) + 1
         )  # patches and the class token
     raise ValueError(
-        f"{type(config).__name__} does not say how many positions it has; set it: config.cosformer = {{'horizon': ...}}"
+        f"{type(config).__name__} does not say how many positions it has; set it: config.cosformer = "
+        f"{{'horizon': ...}}"
     )
 
 

@@ -1,9 +1,11 @@
-"""One-vs-each: a training loss for large vocabularies whose cost does not grow with them (Titsias, 2016, arXiv:1609.07410).
+"""One-vs-each: a training loss for large vocabularies whose cost does not grow with them (Titsias, 2016,
+arXiv:1609.07410).
 
     log p(y) = -log sum_m exp(f_m - f_y)  >=  sum_{m != y} log sigmoid(f_y - f_m)
 
-The sum on the right is estimated from n classes drawn uniformly, the same for all tokens of a batch: V/n times the sum over
-those that are not y, which is unbiased. Only the scores of the targets and of the n classes are computed.
+The sum on the right is estimated from n classes drawn uniformly, the same for all tokens of a batch: V/n
+times the sum over those that are not y, which is unbiased. Only the scores of the targets and of the n
+classes are computed.
 """
 
 import torch
@@ -23,9 +25,11 @@ def one_vs_each(
     ignore: int = -100,
     total: Tensor | int | None = None,
 ) -> Tensor:
-    """The loss of hidden (N, C) under the output layer weight (V, C), bias (V,) with labels (N,), averaged over those asked.
+    """The loss of hidden (N, C) under the output layer weight (V, C), bias (V,) with labels (N,), averaged
+    over those asked.
 
-    All V classes are summed over where there are no more than `samples`. `total` divides instead of the number of labels.
+    All V classes are summed over where there are no more than `samples`. `total` divides instead of the
+    number of labels.
     """
     asked = labels != ignore
     target = labels.clamp_min(0)

@@ -1,11 +1,13 @@
-"""How an encoder's tokens become one vector for a text: (B, L, C) -> (B, size), over the tokens that are kept.
+"""How an encoder's tokens become one vector for a text: (B, L, C) -> (B, size), over the tokens that are
+kept.
 
 first        the first token's
 mean         the mean
 max          the largest value of each channel
 mean-max     both, side by side
 attention    a weighted mean, with the softmax of a learned score as weights
-normed-mean  the mean with batch normalisation: the means of thousands of tokens are nearly the same for every text
+normed-mean  the mean with batch normalisation: the means of thousands of tokens are nearly the same for every
+             text
 """
 
 import math
@@ -15,7 +17,9 @@ from torch import Tensor, distributed, nn
 from torch.distributed.nn.functional import all_reduce
 
 POOLINGS = ("first", "mean", "max", "mean-max", "attention", "normed-mean")
-MOMENTUM = 0.2  # while a model learns, the mean of all texts moves by more than texts differ: the running one must follow fast
+# while a model learns, the mean of all texts moves by more than texts differ: the running one must follow
+# fast
+MOMENTUM = 0.2
 
 
 class PooledNorm(nn.BatchNorm1d):
@@ -35,7 +39,9 @@ class PooledNorm(nn.BatchNorm1d):
         )
 
     def over_all_processes(self, pooled: Tensor) -> Tensor:
-        """What one process would do with the texts of all; torch's own that does it, SyncBatchNorm, is for GPUs only."""
+        """What one process would do with the texts of all; torch's own that does it, SyncBatchNorm, is for
+        GPUs only.
+        """
         count = all_reduce(pooled.new_tensor([len(pooled)]))
         if count < 2:
             return self.as_in_evaluation(pooled)

@@ -1,4 +1,6 @@
-"""What every Cosformer model adds to its architecture's base class: its layers' interiors, its cache, its refusals."""
+"""What every Cosformer model adds to its architecture's base class: its layers' interiors, its cache, its
+refusals.
+"""
 
 from __future__ import annotations
 
@@ -77,11 +79,13 @@ class CosformerPreTrained(Base):
     def get_correct_attn_implementation(
         self, requested_attention: str | None, is_init_check: bool = False
     ) -> str:
-        """transformers asks which attention function and mask these models want. The layers mix by themselves, and want the
-        padding mask as it is; another name, such as sdpa, would let through what is made for softmax alone."""
+        """transformers asks which attention function and mask these models want. The layers mix by
+        themselves, and want the padding mask as it is; another name, such as sdpa, would let through what is
+        made for softmax alone."""
         if requested_attention not in (None, "cosformer"):
             raise ValueError(
-                f"attn_implementation={requested_attention!r}: a Cosformer model's layers mix as config.mixer says "
+                f"attn_implementation={requested_attention!r}: a Cosformer model's layers mix as "
+                "config.mixer says "
                 '(mixer="softmax+rope" is softmax attention); leave it out'
             )
         return "cosformer"
@@ -105,12 +109,16 @@ class CosformerPreTrained(Base):
 
 
 def check_learned_positions(name: str, length: int, most: int, *, cached: int = 0) -> None:
-    """Stop where a text has more positions than the `most` with a learned vector; the embedding's own error is no help."""
+    """Stop where a text has more positions than the `most` with a learned vector; the embedding's own error
+    is no help.
+    """
     if length > most:
         seen = f", {cached} of them in the cache" if cached else ""
         raise ValueError(
-            f"{name} has {length} tokens{seen}, but max_position_embeddings is {most} and each position has a learned "
-            f"vector; cut the text (tokenizer(..., truncation=True, max_length={most})), or use a model where it is larger"
+            f"{name} has {length} tokens{seen}, but max_position_embeddings is {most} and each "
+            "position has a learned "
+            f"vector; cut the text (tokenizer(..., truncation=True, max_length={most})), or use a "
+            "model where it is larger"
         )
 
 

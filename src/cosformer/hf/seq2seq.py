@@ -1,4 +1,6 @@
-"""The encoder-decoder: BART's architecture; mixers stand where its attention was, and the source is absorbed once."""
+"""The encoder-decoder: BART's architecture; mixers stand where its attention was, and the source is absorbed
+once.
+"""
 
 from torch import Tensor
 from transformers.cache_utils import EncoderDecoderCache

@@ -1,7 +1,8 @@
 """The stack of blocks that decoder and encoder share: Llama's, with a mixer where a layer's attention was.
 
-Blocks are normalised before the sum and have a gated MLP. Llama's rotary positions are not used: where a layer wants them
-its mixer has them (softmax+rope). Dropout, which Llama's blocks lack, is on the embeddings and on what each block adds.
+Blocks are normalised before the sum and have a gated MLP. Llama's rotary positions are not used: where a
+layer wants them its mixer has them (softmax+rope). Dropout, which Llama's blocks lack, is on the embeddings
+and on what each block adds.
 """
 
 import torch
@@ -112,8 +113,10 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
         if last >= most:
             cached = f", {seen} of them in the cache" if seen else ""
             raise ValueError(
-                f"the text has {last + 1} tokens{cached}, but max_position_embeddings is {most} and each position has a "
-                f"learned vector; cut the text (tokenizer(..., truncation=True, max_length={most})), or use a model "
+                f"the text has {last + 1} tokens{cached}, but max_position_embeddings is {most} and "
+                "each position has a "
+                f"learned vector; cut the text (tokenizer(..., truncation=True, max_length={most})), "
+                "or use a model "
                 "where it is larger"
             )
         return self.embed_positions(position_ids)

@@ -1,12 +1,17 @@
-"""Mixers: every attention mechanism behind one contract (`Mixer`) and one registry (`names`, `build`, `register`).
+"""Mixers: every attention mechanism behind one contract (`Mixer`) and one registry (`names`, `build`,
+`register`).
 
-A mechanism is one class in one file of this folder: it is discovered, held to the contract by tests/test_mixers.py and
-used by name in modules, models, training and benches, with no other edit (docs/adding-a-mechanism.md adds one).
+A mechanism is one class in one file of this folder: it is discovered, held to the contract by
+tests/test_mixers.py and used by name in modules, models, training and benches, with no other edit
+(docs/adding-a-mechanism.md adds one).
 
     NAME                              softmax, elu, performer ...; `names()` has all of them
-    NAME+rope                         with positions on q and k: rope, sine_spe or conv_spe, where the mixer admits them
-    cosformer*3, softmax+rope         a mixer for each layer of a model: the pattern is repeated to the number of layers
-    cosformer-hybrid                  cosformer, but every fourth layer and the last are softmax; also cosformer-hybrid+rope
+    NAME+rope                         with positions on q and k: rope, sine_spe or conv_spe, where the mixer
+                                      admits them
+    cosformer*3, softmax+rope         a mixer for each layer of a model: the pattern is repeated to the number
+                                      of layers
+    cosformer-hybrid                  cosformer, but every fourth layer and the last are softmax; also
+                                      cosformer-hybrid+rope
 """
 
 import importlib
@@ -80,7 +85,8 @@ def options(name: str) -> dict[str, Any]:
 def build(
     name: str, *, heads: int, head_dim: int, max_length: int, width: int | None = None, **chosen: Any
 ) -> Mixer:
-    """The mixer called `name`, as `softmax` or `softmax+rope`; `width` is that of the layer's input, by default of all heads.
+    """The mixer called `name`, as `softmax` or `softmax+rope`; `width` is that of the layer's input, by
+    default of all heads.
 
     >>> build("performer", heads=8, head_dim=64, max_length=4096, features=128)(q, k, v, causal=True)
     """
@@ -102,7 +108,9 @@ def build(
 
 
 def layers(spec: str, count: int) -> list[str]:
-    """The mixer of each of `count` layers from a spec: one name, a pattern as "cosformer*3, softmax+rope", a hybrid."""
+    """The mixer of each of `count` layers from a spec: one name, a pattern as "cosformer*3, softmax+rope", a
+    hybrid.
+    """
     names = pattern(spec)
     if spec.strip().partition("+")[0] == HYBRID:
         linear, full = names
@@ -139,14 +147,18 @@ def weights(
     causal=False,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """The attention matrix (B, H, L, S) of any mixer: what it returns for one-hot values, since every mixer is linear in v."""
+    """The attention matrix (B, H, L, S) of any mixer: what it returns for one-hot values, since every mixer
+    is linear in v.
+    """
     B, Hk, S, _ = k.shape
     one_hot = torch.eye(S, dtype=k.dtype, device=k.device).expand(B, Hk, S, S)
     return mixer(q, k, one_hot, x=x, causal=causal, key_mask=key_mask)
 
 
 def layer_type(name: str) -> str:
-    """transformers' word for a layer with this mixer: linear_attention, full_attention or sliding_attention."""
+    """transformers' word for a layer with this mixer: linear_attention, full_attention or
+    sliding_attention.
+    """
     return _lookup(name)[0].mixer.layer_type
 
 
@@ -165,4 +177,7 @@ def _lookup(name: str, spec: str = "") -> tuple[Entry, str]:
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-SAID = f"any of {', '.join(names())}, some with +rope; {HYBRID}; or one for each layer, as 'cosformer*3, softmax+rope'"
+SAID = (
+    f"any of {', '.join(names())}, some with +rope; {HYBRID}; or one for each layer, as "
+    "'cosformer*3, softmax+rope'"
+)

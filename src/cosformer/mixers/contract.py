@@ -1,6 +1,8 @@
-"""The contract of a mixer: what every mechanism offers, what it declares, and what is checked for all of them.
+"""The contract of a mixer: what every mechanism offers, what it declares, and what is checked for all of
+them.
 
-    out         = mixer(q, k, v, x=x, causal=...)       whole sequences     q (B, H, L, D)   k (B, Hk, S, D)   v (B, Hk, S, E)
+    out         = mixer(q, k, v, x=x, causal=...)       whole sequences     q (B, H, L, D)   k (B, Hk, S, D)
+                v (B, Hk, S, E)
     out, state  = mixer.stream(q, k, v, state, x=x)     the next tokens of a causal stream
     memory      = mixer.absorb(k, v)                    a source that cross attention reads many times ...
     out         = mixer.read(q, memory)                 ... without its keys being computed again
@@ -24,7 +26,9 @@ Admission = bool | str  # True, or the reason why not
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a mixer is made for: heads, the size of one, the longest sequence, and the width C of the layer's input."""
+    """What a mixer is made for: heads, the size of one, the longest sequence, and the width C of the layer's
+    input.
+    """
 
     heads: int
     head_dim: int
@@ -40,8 +44,8 @@ class Sizes:
 class Mixer(nn.Module):
     """A mechanism that mixes values along the sequence. A subclass writes `mix`, and `step` if it can stream.
 
-    What a mechanism can do is declared, and an ask outside it raises ValueError with the declared reason. A class that
-    decides by its options sets the attribute on the instance.
+    What a mechanism can do is declared, and an ask outside it raises ValueError with the declared reason. A
+    class that decides by its options sets the attribute on the instance.
     """
 
     name: str = ""  # given by @register, or by the name it is built with
@@ -85,9 +89,9 @@ class Mixer(nn.Module):
     ) -> Tensor:
         """Attend: q (B, H, L, D), k (B, Hk, S, D), v (B, Hk, S, E) -> (B, H, L, E) in q's dtype.
 
-        Query i stands at position i and key j at position j. key_mask is (B, S) bool, True = keep; a masked key has no
-        influence, whatever it holds. H must be a multiple of Hk (grouped heads). cu_seqlens are the boundaries of
-        sequences packed into one batch row, of which none sees another.
+        Query i stands at position i and key j at position j. key_mask is (B, S) bool, True = keep; a masked
+        key has no influence, whatever it holds. H must be a multiple of Hk (grouped heads). cu_seqlens are
+        the boundaries of sequences packed into one batch row, of which none sees another.
         """
         self._check(q, k, v, x, key_mask)
         self.refuse(causal=causal, cross=q.shape[2] != k.shape[2])
@@ -110,9 +114,11 @@ class Mixer(nn.Module):
         x: Tensor | None = None,
         key_mask: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        """Causal attention over the next tokens of a stream; returns their output and the state to pass with the next.
+        """Causal attention over the next tokens of a stream; returns their output and the state to pass with
+        the next.
 
-        However a stream is cut, its output is that of one causal call over the whole. A state is never changed in place.
+        However a stream is cut, its output is that of one causal call over the whole. A state is never
+        changed in place.
         """
         self._admit("streaming", "a stream")
         self._check(q, k, v, x, key_mask)
@@ -124,29 +130,39 @@ class Mixer(nn.Module):
         return self.step(q, k, v, state, x=x, key_mask=key_mask)
 
     def absorb(self, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None) -> Any:
-        """All keys and values of a source, for `read`: as they are, unless the mechanism has a smaller form of them."""
+        """All keys and values of a source, for `read`: as they are, unless the mechanism has a smaller form
+        of them.
+        """
         self.refuse(cross=True)
         return extend(None, k, v, key_mask)
 
     def read(self, q: Tensor, memory: Any, *, offset: int = 0) -> Tensor:
-        """What queries at positions offset, offset + 1, ... read from a source: cross attention over what was absorbed."""
+        """What queries at positions offset, offset + 1, ... read from a source: cross attention over what was
+        absorbed.
+        """
         q, k, v = self._source(q, memory, offset)
         return self.mix(q, k, v, x=None, causal=False, key_mask=memory.key_mask)
 
     def state_size(self) -> int | None:
-        """The numbers a decoder keeps for a batch row after `max_length` tokens (E = D); None without a stream."""
+        """The numbers a decoder keeps for a batch row after `max_length` tokens (E = D); None without a
+        stream.
+        """
         return None
 
     # What a mechanism writes
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, *, x, causal: bool, key_mask: Tensor | None) -> Tensor:
-        """What `forward` returns, after its checks: masked keys and values are zero, key heads repeated unless `grouped`."""
+        """What `forward` returns, after its checks: masked keys and values are zero, key heads repeated
+        unless `grouped`.
+        """
         raise NotImplementedError(f"{type(self).__name__} must define mix")
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, state: Any, *, x, key_mask: Tensor | None
     ) -> tuple[Tensor, Any]:
-        """What `stream` returns, after the same checks. A state has `position`, the tokens it has seen, and `index_select`."""
+        """What `stream` returns, after the same checks. A state has `position`, the tokens it has seen, and
+        `index_select`.
+        """
         raise NotImplementedError(f"{type(self).__name__} declares streaming and must define step")
 
     def mix_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, x, causal: bool) -> Tensor:
@@ -154,7 +170,8 @@ class Mixer(nn.Module):
         ends, parts = cu_seqlens.tolist(), []
         if len(q) != 1 or ends[0] != 0 or ends[-1] != q.shape[2] or ends != sorted(ends):
             raise ValueError(
-                f"cu_seqlens must rise from 0 to the length of the one packed row; got {ends} for q {tuple(q.shape)}"
+                f"cu_seqlens must rise from 0 to the length of the one packed row; got {ends} for q "
+                f"{tuple(q.shape)}"
             )
         for a, b in pairwise(sorted(set(ends))):  # an empty sequence has no output
             piece = self._prepare(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], None, offset=0)
@@ -180,7 +197,8 @@ class Mixer(nn.Module):
         check_tensors(q, k, v, key_mask)
         if (q.shape[1], q.shape[3]) != (self.heads, self.head_dim):
             raise ValueError(
-                f"q must have {self.heads} heads of size {self.head_dim}, as the mixer has; got q {tuple(q.shape)}"
+                f"q must have {self.heads} heads of size {self.head_dim}, as the mixer has; got q "
+                f"{tuple(q.shape)}"
             )
         if self.reads_input and (x is None or x.shape != (q.shape[0], q.shape[2], self.width)):
             given = "none" if x is None else f"shape {tuple(x.shape)}"

@@ -1,4 +1,6 @@
-"""Keys and values kept as they are: what softmax and the sparse mixers remember of a stream, and any mixer of a source."""
+"""Keys and values kept as they are: what softmax and the sparse mixers remember of a stream, and any mixer of
+a source.
+"""
 
 from dataclasses import dataclass, replace
 
@@ -8,7 +10,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys and values (B, H, S, .) of a stream so far and the place of each; the next token stands at `position`."""
+    """Keys and values (B, H, S, .) of a stream so far and the place of each; the next token stands at
+    `position`.
+    """
 
     k: Tensor
     v: Tensor

@@ -1,7 +1,8 @@
 """Low-rank mixers: softmax's N x N matrix through a few projected keys, or through a few landmarks.
 
     linformer    softmax(q (E k)^T) (F v)      E, F (rank, max_length), learned
-    nystrom      softmax(q K^T) softmax(Q K^T)^+ softmax(Q k^T) v      Q, K (m, D), the means of q and k over m segments
+    nystrom      softmax(q K^T) softmax(Q K^T)^+ softmax(Q k^T) v      Q, K (m, D), the means of q and k over
+                 m segments
 
 Scores are divided by sqrt(D) throughout; ^+ is the pseudo-inverse.
 """
@@ -15,11 +16,11 @@ from . import Mixer, Sizes, register
 
 @register("linformer")
 class Linformer(Mixer):
-    """Linformer (Wang et al., 2020, arXiv:2006.04768): keys and values projected along the sequence to `rank` rows
-    (256, or max_length if that is less), O(N rank).
+    """Linformer (Wang et al., 2020, arXiv:2006.04768): keys and values projected along the sequence to `rank`
+    rows (256, or max_length if that is less), O(N rank).
 
-    E and F are shared by the heads. They have a column for each of max_length positions: a shorter source is that one with
-    zeros after it, a longer one is refused.
+    E and F are shared by the heads. They have a column for each of max_length positions: a shorter source is
+    that one with zeros after it, a longer one is refused.
     """
 
     causal = "every projected key is a mixture of all positions, later ones too"
@@ -42,12 +43,13 @@ class Linformer(Mixer):
 
 @register("nystrom")
 class Nystrom(Mixer):
-    """Nystromformer (Xiong et al., 2021, arXiv:2102.03902): O(N landmarks), with a depthwise convolution of the values added.
+    """Nystromformer (Xiong et al., 2021, arXiv:2102.03902): O(N landmarks), with a depthwise convolution of
+    the values added.
 
-    The pseudo-inverse is `iterations` steps of a Newton-Schulz scheme of the third order, started for each matrix alone (the
-    released code scales by a maximum over the batch, so that rows depend on one another). Segments divide each row's own
-    tokens as evenly as whole numbers allow, so padding moves no landmark; a row with fewer tokens than landmarks has as many
-    landmarks as tokens.
+    The pseudo-inverse is `iterations` steps of a Newton-Schulz scheme of the third order, started for each
+    matrix alone (the released code scales by a maximum over the batch, so that rows depend on one another).
+    Segments divide each row's own tokens as evenly as whole numbers allow, so padding moves no landmark; a
+    row with fewer tokens than landmarks has as many landmarks as tokens.
 
     conv    the convolution's width, odd; None for none
     """
@@ -92,7 +94,9 @@ class Nystrom(Mixer):
         return out.to(q.dtype)
 
     def _segments(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """The matrix (B, 1, m, N) that averages a row's kept tokens over its segments, and which of the m it uses (B, m)."""
+        """The matrix (B, 1, m, N) that averages a row's kept tokens over its segments, and which of the m it
+        uses (B, m).
+        """
         count = kept.sum(-1, keepdim=True)
         m = count.clamp(max=self.landmarks)
         segment = (

@@ -1,15 +1,16 @@
 """Reformer: softmax over the keys that fall into the query's hash bucket, found by sorting.
 
     out_i = sum_{j in A_i} exp(s_ij) v_j / sum_{j in A_i} exp(s_ij)      s_ij = q_i . q_j / |q_j|
-    A_i   = the j that in some round share i's bucket and are at most C places away when sorted by bucket and position
+    A_i   = the j that in some round share i's bucket and are at most C places away when sorted by bucket and
+          position
     bucket(x) = argmax [x R, -x R],  R ~ N(0, I), one per round
 
-A round gives every pair the share 1 / (rounds in which it meets), so the rounds together are one softmax over A_i. A token
-attends to itself only if it has nothing else. O(rounds * N * chunk) and a sort.
+A round gives every pair the share 1 / (rounds in which it meets), so the rounds together are one softmax over
+A_i. A token attends to itself only if it has nothing else. O(rounds * N * chunk) and a sort.
 
-The paper cuts the sorted order into chunks of C and lets i see its own and the one before. Where a cut falls depends on how
-many later tokens hash into earlier buckets, so its causal form leaks a little of the future; places within a bucket do not,
-and need no padding.
+The paper cuts the sorted order into chunks of C and lets i see its own and the one before. Where a cut falls
+depends on how many later tokens hash into earlier buckets, so its causal form leaks a little of the future;
+places within a bucket do not, and need no padding.
 
     R   rounds      n   chunks of a round      C   chunk size
 """
@@ -26,12 +27,13 @@ SELF = -1e5  # the bias of a token's own score: nothing beside any other key, ev
 
 @register("reformer")
 class Reformer(Mixer):
-    """Reformer (Kitaev et al., 2020, arXiv:2001.04451): queries are keys too, by their directions, and k is not read.
+    """Reformer (Kitaev et al., 2020, arXiv:2001.04451): queries are keys too, by their directions, and k is
+    not read.
 
     rounds    hashes that must all miss for a neighbour to be lost
     chunk     C, the places of the sorted order that a token sees on each side (causal: before it)
-    buckets   of a hash, 1 or even; by default two for each chunk of max_length, as in the paper, but at most 256, since each
-              costs every token half a dot product
+    buckets   of a hash, 1 or even; by default two for each chunk of max_length, as in the paper, but at most
+              256, since each costs every token half a dot product
     """
 
     cross = "its queries and keys are the same vectors"
@@ -80,8 +82,8 @@ class Reformer(Mixer):
         bucket = self.hash(q).masked_fill(~kept[:, None, None], self.buckets)  # what is masked sorts last
         order = bucket.argsort(dim=-1, stable=True)
         place = order.argsort(-1)  # where each position is sorted to
-        # Two positions meet in a round if their codes are at most C apart: another bucket adds more. What is masked
-        # meets itself only.
+        # Two positions meet in a round if their codes are at most C apart: another bucket adds more. What is
+        # masked meets itself only.
         code = torch.where(kept[:, None, None], place + bucket * (C + 1), -(C + 1) * (place + 1))
         i = order.unflatten(-1, (-1, C))  # positions (B, H, R, n, C) of queries
         j = _around(i, causal, fill=order.shape[-1])  # and of their keys (B, H, R, n, K), K = 2 C or 3 C
@@ -103,7 +105,9 @@ class Reformer(Mixer):
 
 
 def _meet(code: Tensor, i: Tensor, j: Tensor, reach: int) -> Tensor:
-    """Which pairs of positions i (B, H, R, n, C) and j (B, H, R, n, K) have codes (B, H, R, N) at most `reach` apart."""
+    """Which pairs of positions i (B, H, R, n, C) and j (B, H, R, n, K) have codes (B, H, R, N) at most
+    `reach` apart.
+    """
     code = F.pad(
         code, (0, 1), value=torch.iinfo(code.dtype).max // 2
     )  # position N, `_around`'s fill, meets nobody
@@ -112,7 +116,9 @@ def _meet(code: Tensor, i: Tensor, j: Tensor, reach: int) -> Tensor:
 
 
 def _around(x: Tensor, causal: bool, *, fill: int) -> Tensor:
-    """Each chunk with the one before it and, unless causal, the one after it: (B, H, R, n, C, ...) -> (.., n, K, ...)."""
+    """Each chunk with the one before it and, unless causal, the one after it: (B, H, R, n, C, ...) -> (.., n,
+    K, ...).
+    """
     ends = torch.full_like(x[:, :, :, :1], fill)
     before, after = torch.cat([ends, x[:, :, :, :-1]], 3), torch.cat([x[:, :, :, 1:], ends], 3)
     return torch.cat([before, x] if causal else [before, x, after], 4)

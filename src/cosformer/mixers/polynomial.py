@@ -2,8 +2,9 @@
 
     out_i = sum_{j in A_i} (q_i . k_j / sqrt(D))^p v_j / sqrt(|A_i|)      A_i: the keys that query i may see
 
-Weights may be negative and do not sum to one; 1/sqrt(N) keeps the matrix's norm where softmax would (Saratchandran et al.,
-2024, arXiv:2410.18613). N is the number of keys a query sees, so padding and later tokens change nothing.
+Weights may be negative and do not sum to one; 1/sqrt(N) keeps the matrix's norm where softmax would
+(Saratchandran et al., 2024, arXiv:2410.18613). N is the number of keys a query sees, so padding and later
+tokens change nothing.
 """
 
 import torch
@@ -15,7 +16,9 @@ CHUNK = 256  # queries at a time: the scores held are CHUNK x S, not L x S
 
 @register("polynomial")
 class Polynomial(Mixer):
-    """The power `degree` of the scores, scaled (Saratchandran et al., 2024, arXiv:2410.18613): O(N^2) time."""
+    """The power `degree` of the scores, scaled (Saratchandran et al., 2024, arXiv:2410.18613): O(N^2)
+    time.
+    """
 
     def __init__(self, sizes: Sizes, *, degree: int = 3):
         super().__init__(sizes)

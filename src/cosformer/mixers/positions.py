@@ -1,12 +1,15 @@
-"""Positional companions: changes of q and k that make their dot product depend on the distance; `build(..., positions=...)`.
+"""Positional companions: changes of q and k that make their dot product depend on the distance; `build(...,
+positions=...)`.
 
-    rope        q_m . k_n -> (R_m q_m) . (R_n k_n) = q_m . R_(n-m) k_n                 (Su et al., 2021, arXiv:2104.09864)
+    rope        q_m . k_n -> (R_m q_m) . (R_n k_n) = q_m . R_(n-m) k_n                 (Su et al., 2021,
+                arXiv:2104.09864)
     sine_spe    q_m . k_n -> E = sum_d q_md k_nd P_d(m - n),   P_d(t) = sum_s a_ds^2 cos(2 pi f_ds t + b_ds)
-    conv_spe    the same with P_d(t) = sum_p x_d(p) y_d(p - t) for filters x, y        (Liutkus et al., 2021, arXiv:2105.08399)
+    conv_spe    the same with P_d(t) = sum_p x_d(p) y_d(p - t) for filters x, y        (Liutkus et al., 2021,
+                arXiv:2105.08399)
 
-SPE gives each position a random vector with that covariance, so q and k stay separate factors and linear mixers can use it.
-One draw is exact only in the mean: its error falls with the square root of the realisations, here as many as head_dim, so that
-shapes stay.
+SPE gives each position a random vector with that covariance, so q and k stay separate factors and linear
+mixers can use it. One draw is exact only in the mean: its error falls with the square root of the
+realisations, here as many as head_dim, so that shapes stay.
 """
 
 import math
@@ -49,7 +52,9 @@ class Rope(nn.Module):
 
 
 def _tables(*of) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (count, size / 2) of the angles of positions start, start + 1, ..., kept while torch runs eagerly."""
+    """Cosine and sine (count, size / 2) of the angles of positions start, start + 1, ..., kept while torch
+    runs eagerly.
+    """
     tracing = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
     return _angles(*of) if tracing else _kept_angles(*of)
 
@@ -66,10 +71,11 @@ _kept_angles = lru_cache(maxsize=16)(_angles)  # every layer of a model asks for
 
 
 class SineSPE(nn.Module):
-    """Stochastic positional encoding by sines with learned frequencies f, offsets b and gains a, per head and dimension.
+    """Stochastic positional encoding by sines with learned frequencies f, offsets b and gains a, per head and
+    dimension.
 
-    q_m becomes sum_d q_md Q_d(m), with Q_d(m) = sum_s a_ds (cos(2 pi f_ds m + b_ds) z_ds + sin(2 pi f_ds m + b_ds) z'_ds) /
-    sqrt(R) and z ~ N(0, I_R); the same for k without the offsets b.
+    q_m becomes sum_d q_md Q_d(m), with Q_d(m) = sum_s a_ds (cos(2 pi f_ds m + b_ds) z_ds + sin(2 pi f_ds m +
+    b_ds) z'_ds) / sqrt(R) and z ~ N(0, I_R); the same for k without the offsets b.
     """
 
     kind = "spe"
@@ -115,11 +121,12 @@ class SineSPE(nn.Module):
 
 
 class ConvSPE(nn.Module):
-    """Stochastic positional encoding by convolution: white noise along the positions, through learned filters x and y.
+    """Stochastic positional encoding by convolution: white noise along the positions, through learned filters
+    x and y.
 
-    q_m becomes sum_d q_md Q_d(m), with Q_d(m) = sum_p x_d(p) z_d(m - p) / sqrt(R), and k likewise with y; distances beyond the
-    filters have no covariance. The noise (max_length, D, R) is shared by the heads and is made anew from its seed, which is
-    what is saved.
+    q_m becomes sum_d q_md Q_d(m), with Q_d(m) = sum_p x_d(p) z_d(m - p) / sqrt(R), and k likewise with y;
+    distances beyond the filters have no covariance. The noise (max_length, D, R) is shared by the heads and
+    is made anew from its seed, which is what is saved.
     """
 
     kind = "spe"
@@ -154,7 +161,8 @@ class ConvSPE(nn.Module):
         N, D = x.shape[2:]
         if start + N > self.max_length:
             raise ValueError(
-                f"conv_spe has noise for max_length = {self.max_length} positions; got positions up to {start + N}"
+                f"conv_spe has noise for max_length = {self.max_length} positions; got positions up "
+                f"to {start + N}"
             )
         dtype = torch.promote_types(x.dtype, torch.float32)
         generator = torch.Generator().manual_seed(int(self.seed))

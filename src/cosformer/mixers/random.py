@@ -1,7 +1,10 @@
-"""Random-feature mixers: softmax's kernel as the mean of a product of random features, at linear cost through ops.linear.
+"""Random-feature mixers: softmax's kernel as the mean of a product of random features, at linear cost through
+ops.linear.
 
-    performer    exp(x . y) = E_w[ exp(w.x - |x|^2/2) exp(w.y - |y|^2/2) ]             w ~ N(0, I), positive features
-    rfa          exp(-s^2 |x - y|^2 / 2) = E_w[ sin(w.x) sin(w.y) + cos(w.x) cos(w.y) ]     w ~ N(0, s^2 I), |x| = |y| = 1
+    performer    exp(x . y) = E_w[ exp(w.x - |x|^2/2) exp(w.y - |y|^2/2) ]             w ~ N(0, I), positive
+                 features
+    rfa          exp(-s^2 |x - y|^2 / 2) = E_w[ sin(w.x) sin(w.y) + cos(w.x) cos(w.y) ]     w ~ N(0, s^2 I),
+                 |x| = |y| = 1
 
 The draws are buffers: drawn from the option `seed`, saved with the module, and replaced by `redraw`.
 """
@@ -21,7 +24,9 @@ TINY = 1e-20  # the smallest normaliser of positive features: their sums may be 
 
 
 def orthogonal(rows: int, size: int, generator: torch.Generator | None = None) -> Tensor:
-    """(rows, size) Gaussian vectors, orthogonal within every `size` of them; each alone is exactly N(0, I)."""
+    """(rows, size) Gaussian vectors, orthogonal within every `size` of them; each alone is exactly N(0,
+    I).
+    """
     blocks = []
     for _ in range(-(-rows // size)):
         basis, r = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
@@ -32,7 +37,9 @@ def orthogonal(rows: int, size: int, generator: torch.Generator | None = None) -
 
 @dataclass(frozen=True)
 class Shifted:
-    """A stream's state whose sums are scaled by exp(-shift), shift (B, Hk, 1) being the largest exponent seen so far."""
+    """A stream's state whose sums are scaled by exp(-shift), shift (B, Hk, 1) being the largest exponent seen
+    so far.
+    """
 
     state: State
     shift: Tensor
@@ -48,14 +55,15 @@ class Shifted:
 
 @register("performer")
 class Performer(Mixer):
-    """Performer, FAVOR+ (Choromanski et al., 2021, arXiv:2009.14794): softmax's weights by positive orthogonal features.
+    """Performer, FAVOR+ (Choromanski et al., 2021, arXiv:2009.14794): softmax's weights by positive
+    orthogonal features.
 
         s_ij = phi(q_i) . phi(k_j)      phi(x) = exp(W y - |y|^2 / 2) / sqrt(F)      y = x / D^(1/4)
 
-    Exponents are shifted so that nothing overflows. A query's own maximum cancels in its row. The keys' shift must be one
-    number for all keys a query sees: their maximum, or causally the running maximum m_i, so that no later key can push an
-    earlier row under the smallest float. exp(-(m_i - m_j)) between key and query is the core's decay with rates m_t - m_(t-1),
-    so this is exact.
+    Exponents are shifted so that nothing overflows. A query's own maximum cancels in its row. The keys' shift
+    must be one number for all keys a query sees: their maximum, or causally the running maximum m_i, so that
+    no later key can push an earlier row under the smallest float. exp(-(m_i - m_j)) between key and query is
+    the core's decay with rates m_t - m_(t-1), so this is exact.
     """
 
     streaming = True
@@ -113,9 +121,11 @@ class Performer(Mixer):
     def _running(
         self, k: Tensor, key_mask: Tensor | None, before: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The keys' features under the running maximum m, the rates m_t - m_(t-1) per query head, and the last m.
+        """The keys' features under the running maximum m, the rates m_t - m_(t-1) per query head, and the
+        last m.
 
-        Until the first unmasked key there is no maximum and nothing to scale: m is then that key's (0 if there is none).
+        Until the first unmasked key there is no maximum and nothing to scale: m is then that key's (0 if
+        there is none).
         """
         e = self._key_exponents(k, key_mask)
         top = e.detach().amax(-1)  # (B, Hk, S)
@@ -129,17 +139,20 @@ class Performer(Mixer):
 
 @register("rfa")
 class RandomFeatureAttention(Mixer):
-    """Random Feature Attention (Peng et al., 2021, arXiv:2103.02143): softmax of directions by sines and cosines, or gated.
+    """Random Feature Attention (Peng et al., 2021, arXiv:2103.02143): softmax of directions by sines and
+    cosines, or gated.
 
-        s_ij = phi(q_i) . phi(k_j)      phi(x) = [sin(W y), cos(W y)] / sqrt(F)      y = sigma * x / |x|,  W ~ N(0, I)
+        s_ij = phi(q_i) . phi(k_j)      phi(x) = [sin(W y), cos(W y)] / sqrt(F)      y = sigma * x / |x|,  W ~
+                                        N(0, I)
 
-    sigma, one number per head and dimension, is learned from the option's value. Sums may be negative by chance, so the
-    normaliser is kept away from zero on its own side. With `gate`, causally,
+    sigma, one number per head and dimension, is learned from the option's value. Sums may be negative by
+    chance, so the normaliser is kept away from zero on its own side. With `gate`, causally,
 
         [S_t, z_t] = g_t [S_(t-1), z_(t-1)] + (1 - g_t) phi(k_t) [v_t, 1]^T        g_t = sigmoid(w . k_t + b)
 
-    which is the core's decay with rates -log g_t and keys scaled by 1 - g_t. The paper's gate reads the layer's input; a mixer
-    sees q, k and v only, so this one reads the head's key. b starts at 2: g = 0.88, a memory of about eight tokens.
+    which is the core's decay with rates -log g_t and keys scaled by 1 - g_t. The paper's gate reads the
+    layer's input; a mixer sees q, k and v only, so this one reads the head's key. b starts at 2: g = 0.88, a
+    memory of about eight tokens.
     """
 
     streaming = True
@@ -210,7 +223,9 @@ def _generator(seed: int | None) -> torch.Generator | None:
 def _aligned(
     length: int, k: Tensor, v: Tensor, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As many keys as queries, which rates per position need: keys no query may see are cut, missing ones are masked."""
+    """As many keys as queries, which rates per position need: keys no query may see are cut, missing ones are
+    masked.
+    """
     k, v, key_mask = k[:, :, :length], v[:, :, :length], None if key_mask is None else key_mask[:, :length]
     if missing := length - k.shape[2]:
         kept = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask

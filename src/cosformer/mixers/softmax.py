@@ -14,7 +14,9 @@ from .keys import extend
 
 @register("softmax")
 class Softmax(Mixer):
-    """Scaled dot-product attention (Vaswani et al., 2017, arXiv:1706.03762), by torch. Its state is the key-value cache."""
+    """Scaled dot-product attention (Vaswani et al., 2017, arXiv:1706.03762), by torch. Its state is the
+    key-value cache.
+    """
 
     streaming = True
     layer_type = "full_attention"

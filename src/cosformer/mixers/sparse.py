@@ -1,9 +1,12 @@
 """Sparse mixers: softmax over a pattern of keys fixed by position, computed block by block.
 
-    local      |i - j| <= w, or either of i, j global                 Longformer (Beltagy et al., 2020, arXiv:2004.05150)
-    sparse     strided: |i - j| <= l or (i - j) mod l = 0             Sparse Transformer (Child et al., 2019, arXiv:1904.10509)
+    local      |i - j| <= w, or either of i, j global                 Longformer (Beltagy et al., 2020,
+               arXiv:2004.05150)
+    sparse     strided: |i - j| <= l or (i - j) mod l = 0             Sparse Transformer (Child et al., 2019,
+               arXiv:1904.10509)
                fixed:   i, j in one block of l, or j mod l >= l - c
-    bigbird    blocks: neighbours, global ones, a few random ones     BigBird (Zaheer et al., 2020, arXiv:2007.14062)
+    bigbird    blocks: neighbours, global ones, a few random ones     BigBird (Zaheer et al., 2020,
+               arXiv:2007.14062)
 
 Causal means j <= i on top. Patterns count positions from the first row, so padding belongs on the right.
 """
@@ -22,9 +25,11 @@ ONE_SEQUENCE = "its pattern is laid out on the positions of one sequence"
 
 @register("local")
 class Local(Mixer):
-    """Sliding window of `window` keys on each side; the first `globals` tokens see and are seen by all. O(N window).
+    """Sliding window of `window` keys on each side; the first `globals` tokens see and are seen by all. O(N
+    window).
 
-    Longformer gives its global tokens projections of their own; a mixer has none, so here they share the others'.
+    Longformer gives its global tokens projections of their own; a mixer has none, so here they share the
+    others'.
     """
 
     cross = ONE_SEQUENCE
@@ -78,12 +83,14 @@ class Local(Mixer):
 
 @register("sparse")
 class Sparse(Mixer):
-    """Sparse Transformer (Child et al., 2019, arXiv:1904.10509): a head attends to the union of its pattern's two factors.
+    """Sparse Transformer (Child et al., 2019, arXiv:1904.10509): a head attends to the union of its pattern's
+    two factors.
 
         strided    A1 = {j : |i - j| <= l}                     A2 = {j : (i - j) mod l = 0}
         fixed      A1 = {j : floor(j / l) = floor(i / l)}      A2 = {j : j mod l >= l - c}
 
-    O(N (l + c N / l)), so O(N sqrt N) at l = sqrt(max_length), the default `stride`. `columns` is c, 8 by default (or l).
+    O(N (l + c N / l)), so O(N sqrt N) at l = sqrt(max_length), the default `stride`. `columns` is c, 8 by
+    default (or l).
     """
 
     cross = ONE_SEQUENCE
@@ -143,11 +150,13 @@ class Sparse(Mixer):
 
 @register("bigbird")
 class BigBird(Mixer):
-    """BigBird (Zaheer et al., 2020, arXiv:2007.14062), blocks of `block` tokens: O(N block (window + globals + random)).
+    """BigBird (Zaheer et al., 2020, arXiv:2007.14062), blocks of `block` tokens: O(N block (window + globals
+    + random)).
 
-    A block sees `window` blocks around it (an odd number, itself the middle), the global blocks, and `random` others drawn per
-    head and block; a global block sees everything. `global_blocks` counts from the end where negative: (0, -1), the first and
-    last, is the released model's choice. The end is that of each row's own keys, so padding changes nothing.
+    A block sees `window` blocks around it (an odd number, itself the middle), the global blocks, and `random`
+    others drawn per head and block; a global block sees everything. `global_blocks` counts from the end where
+    negative: (0, -1), the first and last, is the released model's choice. The end is that of each row's own
+    keys, so padding changes nothing.
     """
 
     causal = "its global and random blocks look ahead; the paper uses it in encoders"
@@ -167,10 +176,12 @@ class BigBird(Mixer):
         super().__init__(sizes)
         if block < 1 or window < 1 or window % 2 == 0 or random < 0:
             raise ValueError(
-                f"block must be at least 1, window odd, random 0 or more; got block {block}, window {window}, random {random}"
+                f"block must be at least 1, window odd, random 0 or more; got block {block}, window "
+                f"{window}, random {random}"
             )
         self.block, self.window, self.global_blocks = block, window, tuple(global_blocks)
-        # Numbers below 2^31, not blocks: scaled to the blocks a row has, they are a draw for every length, in linear memory.
+        # Numbers below 2^31, not blocks: scaled to the blocks a row has, they are a draw for every length, in
+        # linear memory.
         blocks = -(-sizes.max_length // block)
         self.register_buffer("draw", torch.empty(sizes.heads, blocks, random, dtype=torch.int64))
         self.redraw(seed)
@@ -181,7 +192,9 @@ class BigBird(Mixer):
         self.draw.copy_(torch.randint(2**31, self.draw.shape, generator=generator))
 
     def pattern(self, inside: Tensor) -> tuple[Tensor, Tensor]:
-        """The global blocks (B, g) and each query block's key blocks (B, H, n, W), -1 for none; `inside` is from `kept`."""
+        """The global blocks (B, g) and each query block's key blocks (B, H, n, W), -1 for none; `inside` is
+        from `kept`.
+        """
         n = inside.shape[1]
         block = torch.arange(n, device=inside.device)
         count = (
@@ -233,7 +246,9 @@ def _neighbours(n: int, causal: bool, device: torch.device) -> Tensor:
 
 
 def _past(allowed: Tensor, i: Tensor, j: Tensor, causal: bool) -> Tensor:
-    """What of `allowed` (.., n, C, K) causality leaves, for queries at i (n, C, 1) and keys at j (.., n or 1, K)."""
+    """What of `allowed` (.., n, C, K) causality leaves, for queries at i (n, C, 1) and keys at j (.., n or 1,
+    K).
+    """
     return allowed & (j[..., None, :] <= i) if causal else allowed
 
 

@@ -22,8 +22,8 @@ take the quadratic form (D features, the cosine as a table). Only a bidirectiona
 sweeps; without decay it does not matter where a key stands, so all keys come first, then all queries, and no
 span has both.
 
-Backward. With m_i = [dout_i / z_i, -(out_i . dout_i) / z_i], the gradient of [n_i, z_i], ds_ij is m_i . [v_j, 1]
-and
+Backward. With m_i = [dout_i / z_i, -(out_i . dout_i) / z_i], the gradient of [n_i, z_i], ds_ij is m_i . [v_j,
+1] and
 
     dphi(q_i) = state m_i      dphi(k_j) = mirror [v_j, 1]      dv_j = mirror^T phi(k_j)
     mirror    = sum_i phi(q_i) m_i^T
@@ -213,7 +213,9 @@ class _Spans:
         return d[..., : self.D] * cos + d[..., self.D :] * sin
 
     def sums(self, s: _Span) -> Tensor:
-        """The running sum g of the rates inside a span, (B or 1, H, n), in float64: strong and weak may mix."""
+        """The running sum g of the rates inside a span, (B or 1, H, n), in float64: strong and weak may
+        mix.
+        """
         assert self.decay is not None
         if self.decay.ndim == 3:
             return self.decay[:, :, s.lo : s.hi].to(self.exact).cumsum(-1)

@@ -2,8 +2,8 @@
 
     y_t = sum_s w_s x_(t + ahead - s)      s = 0 .. width - 1      ahead = 0 is causal
 
-Tokens outside the sequence are zero, and so are those of another sequence packed into the same row. The gradient of x is the
-same with the taps reversed: dx_t = sum_s w_s dy_(t - ahead + s).
+Tokens outside the sequence are zero, and so are those of another sequence packed into the same row. The
+gradient of x is the same with the taps reversed: dx_t = sum_s w_s dy_(t - ahead + s).
 """
 
 import torch

@@ -1,6 +1,8 @@
-"""A run's model: what a task needs, a mixer by name and a size -> a Hugging Face model. Every mixer gets the same sizes.
+"""A run's model: what a task needs, a mixer by name and a size -> a Hugging Face model. Every mixer gets the
+same sizes.
 
-A mixer is named as everywhere (cosformer/mixers): cosformer, softmax+rope, "cosformer*3, softmax+rope", cosformer-hybrid ...
+A mixer is named as everywhere (cosformer/mixers): cosformer, softmax+rope, "cosformer*3, softmax+rope",
+cosformer-hybrid ...
 """
 
 import math
@@ -98,7 +100,9 @@ def build(
 
 
 def load(directory: str, kind: str, **fields: Any) -> PreTrainedModel:
-    """The saved model of a directory as a model for tasks of `kind`; a head it does not have is drawn anew."""
+    """The saved model of a directory as a model for tasks of `kind`; a head it does not have is drawn
+    anew.
+    """
     return CLASSES[kind].from_pretrained(directory, local_files_only=True, **fields)
 
 
@@ -116,7 +120,9 @@ def parameters(model: PreTrainedModel) -> int:
 def parameters_beside_softmax(
     model: PreTrainedModel, task: Task, *, size: str, fields: dict[str, Any] | None = None
 ) -> float:
-    """The share of parameters a model has more than softmax with learned positions at the same size, by shapes alone."""
+    """The share of parameters a model has more than softmax with learned positions at the same size, by
+    shapes alone.
+    """
     ours = (
         "mixer_options",
         "horizon",
