@@ -1,5 +1,4 @@
-"""Decay: the rates at which attention heads forget; the one vocabulary that operator, mixers, modules and
-models share.
+"""Decay: the rates at which attention heads forget, the one vocabulary that all of the package shares.
 
 weight_ij *= exp(-|A_i - A_j|)      A the running sum of the rates (rate * position for a constant)
 

@@ -1,5 +1,4 @@
-"""The interior of an attention layer: what stands between its projections, the same in every module and
-model.
+"""The interior of an attention layer: what stands between its projections in every module and model.
 
     q, k, v = projections of x  ->  short convolution  ->  norms of q and k  ->  mixer  ->  output gate  ->
                                 out

@@ -1,5 +1,4 @@
-"""THE DEFINITION of cosFormer attention, written as it is defined: quadratic, slow, and the judge of every
-backend.
+"""THE DEFINITION of cosFormer attention, as it is defined: quadratic, slow, and the judge of every backend.
 
     out_i = sum_j s_ij v_j / sum_j s_ij        s_ij = relu(q_i) . relu(k_j) * cos(pi/2 * (i - j) / M) *
                                                exp(-|A_i - A_j|)

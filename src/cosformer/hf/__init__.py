@@ -1,5 +1,4 @@
-"""cosFormer in Hugging Face: an attention implementation for any architecture, and models with a
-constant-size cache.
+"""cosFormer in Hugging Face: an attention implementation for any architecture, and models with their cache.
 
 Importing this package registers both with transformers.
 """

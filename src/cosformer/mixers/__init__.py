@@ -1,5 +1,4 @@
-"""Mixers: every attention mechanism behind one contract (`Mixer`) and one registry (`names`, `build`,
-`register`).
+"""Mixers: every attention mechanism behind one contract and one registry (`names`, `build`, `register`).
 
 A mechanism is one class in one file of this folder: it is discovered, held to the contract by
 tests/test_mixers.py and used by name in modules, models, training and benches, with no other edit
