@@ -1,6 +1,4 @@
-"""The cache of a Cosformer model: for each layer what its mixer keeps of a stream, and of a source that is
-read again.
-"""
+"""The cache of a Cosformer model: what each layer's mixer keeps of a stream, and of a source read again."""
 
 from __future__ import annotations
 

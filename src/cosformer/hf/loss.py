@@ -1,5 +1,6 @@
-"""One-vs-each: a training loss for large vocabularies whose cost does not grow with them (Titsias, 2016,
-arXiv:1609.07410).
+"""One-vs-each: a training loss for large vocabularies whose cost does not grow with them.
+
+Titsias, 2016, arXiv:1609.07410:
 
     log p(y) = -log sum_m exp(f_m - f_y)  >=  sum_{m != y} log sigmoid(f_y - f_m)
 

@@ -1,5 +1,4 @@
-"""How an encoder's tokens become one vector for a text: (B, L, C) -> (B, size), over the tokens that are
-kept.
+"""How an encoder's tokens become one vector for a text: (B, L, C) -> (B, size), over the tokens kept.
 
 first        the first token's
 mean         the mean

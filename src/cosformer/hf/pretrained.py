@@ -1,6 +1,4 @@
-"""What every Cosformer model adds to its architecture's base class: its layers' interiors, its cache, its
-refusals.
-"""
+"""What every Cosformer model adds to its architecture's base class: interiors, a cache, refusals."""
 
 from __future__ import annotations
 

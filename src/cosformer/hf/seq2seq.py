@@ -1,6 +1,4 @@
-"""The encoder-decoder: BART's architecture; mixers stand where its attention was, and the source is absorbed
-once.
-"""
+"""The encoder-decoder: BART's architecture, with mixers; the source is absorbed once."""
 
 from torch import Tensor
 from transformers.cache_utils import EncoderDecoderCache

@@ -1,5 +1,4 @@
-"""Softmax over chosen keys only: the arithmetic that the sparse mixers share, blocks of keys for blocks of
-queries.
+"""Softmax over chosen keys only, blocks of keys for blocks of queries: what the sparse mixers share.
 
     out_i = sum_{j in A_i} exp(q_i . k_j / sqrt(D)) v_j / sum_{j in A_i} exp(q_i . k_j / sqrt(D))
 

@@ -1,5 +1,4 @@
-"""The contract of a mixer: what every mechanism offers, what it declares, and what is checked for all of
-them.
+"""The contract of a mixer: what a mechanism offers, what it declares, what is checked for all of them.
 
     out         = mixer(q, k, v, x=x, causal=...)       whole sequences     q (B, H, L, D)   k (B, Hk, S, D)
                 v (B, Hk, S, E)

@@ -1,5 +1,4 @@
-"""Kernel mixers: features of q times features of k, at linear cost, all through ops.linear and so through the
-same backends.
+"""Kernel mixers: features of q times features of k, at linear cost, all through ops.linear.
 
     out_i = sum_j s_ij v_j / sum_j s_ij      s_ij = phi(q_i) . phi(k_j) * cos(pi/2 (i - j) / M) * exp(-|A_i -
                                              A_j|)

@@ -1,6 +1,4 @@
-"""Keys and values kept as they are: what softmax and the sparse mixers remember of a stream, and any mixer of
-a source.
-"""
+"""Keys and values as they are: what softmax keeps of a stream, and any mixer may keep of a source."""
 
 from dataclasses import dataclass, replace
 

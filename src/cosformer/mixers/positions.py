@@ -1,5 +1,4 @@
-"""Positional companions: changes of q and k that make their dot product depend on the distance; `build(...,
-positions=...)`.
+"""Positional companions: changes of q and k that make their product depend on the distance (NAME+rope).
 
     rope        q_m . k_n -> (R_m q_m) . (R_n k_n) = q_m . R_(n-m) k_n                 (Su et al., 2021,
                 arXiv:2104.09864)

@@ -1,5 +1,4 @@
-"""Random-feature mixers: softmax's kernel as the mean of a product of random features, at linear cost through
-ops.linear.
+"""Random-feature mixers: softmax's kernel as the mean of a product of random features, at linear cost.
 
     performer    exp(x . y) = E_w[ exp(w.x - |x|^2/2) exp(w.y - |y|^2/2) ]             w ~ N(0, I), positive
                  features

@@ -1,5 +1,4 @@
-"""A run's model: what a task needs, a mixer by name and a size -> a Hugging Face model. Every mixer gets the
-same sizes.
+"""A run's model: what a task needs, a mixer by name and a size -> a Hugging Face model, alike for all mixers.
 
 A mixer is named as everywhere (cosformer/mixers): cosformer, softmax+rope, "cosformer*3, softmax+rope",
 cosformer-hybrid ...
