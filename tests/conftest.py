@@ -199,7 +199,7 @@ TOY = {
     "eos_token_id": None,
 }
 TOY_DECODER = {**TOY, "num_key_value_heads": 2}
-TOY_ENCODER = {**TOY, "hidden_dropout_prob": 0.0}
+TOY_ENCODER = {**TOY, "dropout": 0.0}
 TOY_SEQ2SEQ = {
     "vocab_size": VOCAB,
     "d_model": 32,

@@ -551,7 +551,7 @@ def test_the_command_line_wins_over_a_recipe():
         "seed": 5,
     }
     assert said["training"] == {"max_steps": 9, "seed": 2, "learning_rate": 0.01, "bf16": False}
-    assert said["model_fields"] == {"hidden_dropout_prob": 0.1, "pooling": "mean"}
+    assert said["model_fields"] == {"dropout": 0.1, "pooling": "mean"}
     assert merged("copy", "--recipe", "r.toml")["task"] == "copy"
     run = train.Run(**merged("--recipe", "r.toml"))
     run.save(Path("run.json"))

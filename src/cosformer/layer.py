@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .decay import Gate
@@ -170,13 +171,18 @@ class Interior(nn.Module):
             q, k, v = (conv(t, b, cu_seqlens) for conv, t, b in parts)
         q, k, v = (t.unflatten(-1, (-1, self.mixer.head_dim)) for t in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
+            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def gated(self, out: Tensor, x: Tensor) -> Tensor:
         """(B, H, L, E) -> (B, L, H E), through the output gate."""
         out = out.transpose(1, 2).flatten(2)
         return out if self.gate is None else out * torch.sigmoid(self.gate(x))
+
+
+def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
+    """In the dtype of x, which under autocast is not that of the weight."""
+    return F.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ so there it is taken.
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput, TokenClassifierOutput
-from transformers.models.llama.modeling_llama import LlamaPreTrainedModel
+from transformers.models.llama.modeling_llama import LlamaPreTrainedModel, LlamaRMSNorm
 from transformers.utils import can_return_tuple
 
 from .configuration import CosformerEncoderConfig
@@ -57,7 +57,8 @@ class CosformerForMaskedLM(EncoderHead):
     def __init__(self, config: CosformerEncoderConfig):
         super().__init__(config)
         size = config.hidden_size
-        self.head = nn.Sequential(nn.Linear(size, size), nn.GELU(), nn.RMSNorm(size, eps=config.rms_norm_eps))
+        norm = LlamaRMSNorm(size, eps=config.rms_norm_eps)
+        self.head = nn.Sequential(nn.Linear(size, size), nn.GELU(), norm)
         self.decoder: nn.Module = nn.Linear(size, config.vocab_size)
         self.post_init()
 

@@ -34,13 +34,11 @@ class CosformerSeq2SeqAttention(BartAttention):
         sizes = {"heads": heads, "kv_heads": heads, "size": self.head_dim}
         self.interior = interior(config, name, causal=causal, **sizes)
 
-    def forward(
-        self, hidden_states, past_key_values=None, attention_mask=None, **kwargs
-    ) -> tuple[Tensor, None]:
+    def forward(self, hidden_states, past_key_values=None, key_mask=None, **kwargs) -> tuple[Tensor, None]:
         x = hidden_states
         parts = (x, self.q_proj(x), self.k_proj(x), self.v_proj(x))
         cache = None if past_key_values is None else own_tokens(past_key_values).layers[self.layer_idx]
-        out = attend(self.interior, *parts, causal=self.is_causal, key_mask=attention_mask, cache=cache)
+        out = attend(self.interior, *parts, causal=self.is_causal, key_mask=key_mask, cache=cache)
         return self.out_proj(out), None
 
 
@@ -54,17 +52,17 @@ class CosformerCrossAttention(BartAttention):
         self.mixer.refuse(cross=True)
 
     def forward(
-        self, hidden_states, key_value_states=None, past_key_values=None, attention_mask=None, **kwargs
+        self, hidden_states, key_value_states=None, past_key_values=None, source_mask=None, **kwargs
     ) -> tuple[Tensor, None]:
         q = self.split(self.q_proj(hidden_states))
         if past_key_values is None:
             k, v = self.split(self.k_proj(key_value_states)), self.split(self.v_proj(key_value_states))
-            out = self.mixer.read(q, self.mixer.absorb(k, v, key_mask=kept(attention_mask)))
+            out = self.mixer.read(q, self.mixer.absorb(k, v, key_mask=kept(source_mask)))
         else:
             source = past_key_values.cross_attention_cache.layers[self.layer_idx]
             if source.kept is None:
                 k, v = self.split(self.k_proj(key_value_states)), self.split(self.v_proj(key_value_states))
-                source.absorb(self.mixer, k, v, key_mask=kept(attention_mask))
+                source.absorb(self.mixer, k, v, key_mask=kept(source_mask))
                 past_key_values.is_updated[self.layer_idx] = True
             seen = own_tokens(past_key_values).get_seq_length(self.layer_idx)  # these tokens are among them
             out = self.mixer.read(q, source.kept, offset=seen - q.shape[2])
@@ -87,9 +85,8 @@ class CosformerSeq2SeqEncoder(CosformerPreTrained, BartEncoder):
         refuse_weights(self.config, kwargs)
         check_padding_mask("attention_mask", attention_mask)
         check_length(self.config, {"input_ids": input_ids, "inputs_embeds": inputs_embeds})
-        return super().forward(
-            input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
-        )
+        # Masks go by names of our own: where BART's are traced they become L x L.
+        return super().forward(input_ids, inputs_embeds=inputs_embeds, key_mask=attention_mask, **kwargs)
 
 
 class CosformerSeq2SeqDecoder(CosformerPreTrained, BartDecoder):
@@ -130,12 +127,12 @@ class CosformerSeq2SeqDecoder(CosformerPreTrained, BartDecoder):
         )
         return super().forward(
             input_ids,
-            attention_mask=attention_mask,
             encoder_hidden_states=encoder_hidden_states,
-            encoder_attention_mask=encoder_attention_mask,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            key_mask=attention_mask,
+            source_mask=encoder_attention_mask,
             **kwargs,
         )
 

@@ -26,13 +26,13 @@ class CosformerSelfAttention(LlamaAttention):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, hidden_states, attention_mask=None, past_key_values=None, cu_seqlens=None, **kwargs
+        self, hidden_states, key_mask=None, past_key_values=None, cu_seqlens=None, **kwargs
     ) -> tuple[Tensor, None]:
         x = hidden_states
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
         given = {
             "causal": self.is_causal,
-            "key_mask": attention_mask,
+            "key_mask": key_mask,
             "cu_seqlens": cu_seqlens,
             "cache": cache,
         }
@@ -92,10 +92,10 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
         if self.config.positions == "learned":
             embedded = embedded + self.position_vectors(embedded, position_ids, past_key_values)
         return super().forward(
-            attention_mask=attention_mask,
             past_key_values=past_key_values,
             inputs_embeds=self.dropout(embedded),
             use_cache=use_cache,
+            key_mask=attention_mask,  # not as Llama's attention_mask: where it is traced that becomes L x L
             cu_seqlens=boundaries,
             **kwargs,
         )
