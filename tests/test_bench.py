@@ -100,8 +100,8 @@ def test_decoding_costs_the_same_after_any_number_of_steps(monkeypatch):
     [
         (["--operators", "fast"], "operator 'fast' is unknown; one of 'cosformer-paper'"),
         (["--backends", "fast"], "backend 'fast' is unknown"),
-        (["--mixers", "fast"], "mixer 'fast' is unknown"),
-        (["--models", "fast"], "mixer is 'fast'; one of"),
+        (["--mixers", "fast"], "unknown mixer 'fast'; one of"),
+        (["--models", "fast"], "unknown mixer 'fast'; one of"),
         (["--operators", "published", "--work", "decoding"], "nothing to measure"),
     ],
 )

@@ -568,7 +568,7 @@ def test_the_command_line_wins_over_a_recipe():
         (["copy", "--max_steps", "many"], "argument --max_steps/--max-steps: invalid int value: 'many'"),
         (["copy", "--max_steps", "0"], "max_steps is 0; it must be at least 1"),
         (["copy", "--output_dir", "x"], "output_dir is the run's --out"),
-        (["copy", "--mixer", "nobody"], "mixer is 'nobody'; one of cosformer"),
+        (["copy", "--mixer", "nobody"], "unknown mixer 'nobody'; one of bigbird"),
         (["copy", "--size", "huge"], "size is 'huge'; one of toy"),
         (["copy", "--size", "published"], "size 'published': task 'copy' has no published sizes"),
         (["copy", "--data", "x"], "task 'copy' has no setting 'data'; it takes length"),
@@ -577,7 +577,7 @@ def test_the_command_line_wins_over_a_recipe():
         (["copy", "--set", "task.length=many"], "task 'copy': "),
         (["copy", "--set", "train.max_steps=many"], "max_steps is 'many'; it must be int"),
         (["copy", "--set", "model.hiden_size=8"], "model has no field 'hiden_size'; see CosformerConfig"),
-        (["copy", "--set", "model.decay=often"], "model 'cosformer': .*decay"),
+        (["copy", "--set", "model.mixer_options={decay='often'}"], "model 'cosformer': decay must be None"),
         (["copy", "--eval_strategy", "sometimes"], "eval_strategy: invalid choice: 'sometimes'|sometimes"),
         (
             ["copy", "--load_best_model_at_end", "--save_strategy", "no"],
@@ -586,7 +586,7 @@ def test_the_command_line_wins_over_a_recipe():
         (["copy", "--optim", "gradient_ascent"], "gradient_ascent"),
         (["copy", "--eval-examples", "0"], "eval_examples is 0; it must be at least 1"),
         (["lm", "--data", "missing.txt"], "missing.txt"),
-        (["text"], "task 'text' needs data=...: it cannot be generated"),
+        (["text"], "task 'text' needs --data: it cannot be generated"),
         (
             ["copy", "--pretrain-first", "--set", "task.examples=[8,4,4]"],
             "pretrain: self-pretraining takes a classification task",
@@ -706,6 +706,8 @@ def test_a_trained_language_model_goes_on_with_a_text(capsys):
                 "lm",
                 "--data",
                 "t.txt",
+                "--tokenizer",
+                "bytes",
                 "--length",
                 "32",
                 "--size",
@@ -747,9 +749,9 @@ def test_finetuning_starts_from_the_saved_body(pretrained, capsys):
     loaded = {
         name: tensor
         for name, tensor in model.state_dict().items()
-        if name in body and name.startswith("bert.")
+        if name in body and name.startswith("model.")
     }
-    assert len(loaded) == sum(name.startswith("bert.") for name in body) > 20
+    assert len(loaded) == sum(name.startswith("model.") for name in body) > 20
     assert all(torch.equal(loaded[name], body[name]) for name in loaded)
     assert not same_as_new(loaded, run, task) and model.config.num_labels == 2
     cli.finetune(
@@ -828,12 +830,12 @@ def test_pretraining_first_goes_on_at_either_stage(stage):
     assert steps("run/pretrain") == [1, 2, 3, 4] and steps() == [1, 2, 3, 4, 5, 6]
     first = build_model(run, tasks.build("listops", **LISTOPS), start="run/pretrain").state_dict()
     body = weights("run/pretrain")
-    assert all(torch.equal(first[name], body[name]) for name in body if name.startswith("bert."))
+    assert all(torch.equal(first[name], body[name]) for name in body if name.startswith("model."))
 
 
 def test_parameters_beside_softmax():
     task = tasks.build("listops", **LISTOPS)
-    for mixer, least, most in (("softmax", 0, 0), ("cosformer-paper", 0, 0), ("cosformer", 0, 0.01)):
+    for mixer, least, most in (("softmax", 0, 0), ("cosformer-paper", 0, 0), ("cosformer", 0, 0.02)):
         model = models.build(task, mixer=mixer, size="toy")
         share = models.parameters_beside_softmax(model, task, size="toy")
         assert least <= share <= most, mixer
@@ -844,9 +846,7 @@ def test_parameters_beside_softmax():
 
 
 def test_masked_loss_is_a_mean_over_all_that_is_hidden():
-    """Whatever share of the hidden tokens a batch has; without a number it is BERT's own."""
-    from transformers import BertForMaskedLM
-
+    """Whatever share of the hidden tokens a batch has."""
     task = tasks.build("mlm", length=32, copies=1)
     model = models.build(task, size="toy", mixer="softmax").eval()
     batches = [task.collate([task.train[i]]) for i in range(3)]
@@ -857,7 +857,9 @@ def test_masked_loss_is_a_mean_over_all_that_is_hidden():
     parts = [model(input_ids=i, labels=y, num_items_in_batch=count) for i, y in zip(*one.values())]
     mean = model(**whole).loss
     torch.testing.assert_close(sum(part.loss for part in parts), mean)
-    torch.testing.assert_close(BertForMaskedLM.forward(model, **whole).loss, mean, rtol=0, atol=0)
+    logits = model(input_ids=whole["input_ids"]).logits
+    want = torch.nn.functional.cross_entropy(logits.flatten(0, 1), whole["labels"].flatten())
+    torch.testing.assert_close(mean, want)
     assert (
         abs(sum(model(input_ids=i, labels=y).loss for i, y in zip(*one.values())) / 3 - mean) > 1e-4
     )  # a mean of means is not
