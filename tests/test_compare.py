@@ -312,7 +312,7 @@ def test_measurements_are_taken_where_they_are_missing(finished, monkeypatch):
     made.measure(MIXERS, [256, 512])
     assert asked == [(work, MIXERS[:2], 512) for work in ("training", "decoding")]
     made.measure([*MIXERS, "elu"], [256])
-    assert asked[2:] == [("training", [*MIXERS[:2], "elu"], 256)]
+    assert asked[2:] == [(work, [*MIXERS[:2], "elu"], 256) for work in ("training", "decoding")]
 
 
 def test_cost_takes_no_more_than_twice_its_share_of_the_time(tmp_path, monkeypatch, capsys):

@@ -20,7 +20,7 @@ def test_a_picture_is_drawn_of_the_matrices_themselves(tmp_path, monkeypatch, ca
     names = ["softmax", "cosformer-paper", "cosformer", "relu"]
     path = picture.draw(names, tmp_path / "attention.png", length=12, head_dim=8, causal=causal)
     assert path.read_bytes().startswith(b"\x89PNG")
-    titles = ["softmax", "cosFormer", "cosFormer with decay", "cosFormer, no re-weighting"]
+    titles = ["softmax", "cosFormer (paper)", "cosFormer", "ReLU (paper, no cosine)"]
     assert list(drawn) == [*titles, "cosine of the distance"]
     q, k = picture.example(12, 8)
     past = torch.ones(12, 12, dtype=torch.bool).tril() if causal else torch.ones(12, 12, dtype=torch.bool)

@@ -376,7 +376,7 @@ def test_texts_that_are_cut_are_counted(capsys):
     train.train(
         run_of(
             "classify",
-            task_settings={"data": "long.csv", "length": 32, "holdout": 0.2},
+            task_settings={"data": "long.csv", "length": 32, "holdout": 0.2, "tokenizer": "bytes"},
             training={"max_steps": 1},
         )
     )
@@ -513,7 +513,7 @@ def test_the_command_line_wins_over_a_recipe():
     Path("r.toml").write_text(
         'mixer = "softmax"\nsize = "small"\n[task]\nname = "listops"\nlength = 64\ndepth = '
         "4\n[train]\nmax_steps = 7\nseed = 2\n"
-        "[model]\nhidden_dropout_prob = 0.1\n[pretrain]\nmax_steps = 3\n"
+        "[model]\ndropout = 0.1\n[pretrain]\nmax_steps = 3\n"
     )
     recipe = merged("--recipe", "r.toml")
     assert recipe["task"] == "listops" and recipe["task_settings"] == {"length": 64, "depth": 4}
