@@ -634,8 +634,8 @@ def test_a_recipe_with_mistakes_is_refused(text, said):
 
 SETTINGS = {
     "lm": {"length": 32},
-    "mlm": {"length": 32, "copies": 1},
-    "classify": {"length": 32},
+    "mlm": {"length": 32, "copies": 1, "tokenizer": "bytes"},
+    "classify": {"length": 32, "tokenizer": "bytes"},
     "seq2seq": {"length": 32, "target_length": 12},
     "listops": LISTOPS,
     "pathfinder": {"examples": FEW},

@@ -40,7 +40,7 @@ def parser() -> argparse.ArgumentParser:
         " if other processes disturb")
     add("--longest-softmax", type=int, metavar="N", help="beyond this length the softmax operator is left out"
         " (default: 16384; --quick: 8192)")
-    add("--memory", action=argparse.BooleanOptionalAction, default=True, help="also peak memory")
+    add("--memory", action=argparse.BooleanOptionalAction, default=True, help="peak memory (default: yes)")
     add("--out", type=Path, help="append the results to this file as JSON lines")
     add("--plot", type=Path, help="draw the results to this SVG (needs the [report] extra)")
     # fmt: on
