@@ -808,7 +808,7 @@ def test_a_start_that_cannot_be_is_refused(pretrained, capsys):
     words[a], words[b] = words[b], words[a]
     (folder / "tokenizer.json").write_text(json.dumps(text))
     with pytest.raises(SystemExit):
-        cli.finetune([str(folder), "--length", "32", "--out", "fine2"])
+        cli.finetune([str(folder), "--length", "32", "--tokenizer", "bytes", "--out", "fine2"])
     assert "has another vocabulary than the task, of the same size" in capsys.readouterr().err
 
 

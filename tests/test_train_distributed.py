@@ -25,7 +25,12 @@ from cosformer.train.progress import read
 
 STEPS = 6
 BATCH = 8
-LAYER = {"lm": "LlamaDecoderLayer", "mlm": "BertLayer", "classify": "BertLayer", "long": "BertLayer"}
+LAYER = {
+    "lm": "LlamaDecoderLayer",
+    "mlm": "LlamaDecoderLayer",
+    "classify": "LlamaDecoderLayer",
+    "long": "LlamaDecoderLayer",
+}
 NAME = {
     "long": "classify"
 }  # with what looks at all rows of a batch, or of an epoch: a batch norm, batches of like length
