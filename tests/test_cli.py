@@ -7,7 +7,8 @@ import pytest
 
 import cosformer
 from cosformer import __main__ as cli
-from cosformer import bench, info
+from cosformer import info
+from cosformer.bench import command
 
 
 def said(capsys, monkeypatch, *argv: str) -> str:
@@ -60,11 +61,11 @@ def test_info_has_help_and_takes_nothing_else(capsys, monkeypatch):
 
 
 def test_every_bench_option_has_help_and_its_default():
-    for action in bench.parser()._actions:
+    for action in command.parser()._actions:
         assert action.help, action.option_strings
         silent = action.default in (None, False, "==SUPPRESS==")
         assert silent or "(default: " in action.help, f"{action.option_strings[0]} does not say its default"
-    bench.parser().format_help()  # every % is a field argparse knows
+    command.parser().format_help()  # every % is a field argparse knows
 
 
 def test_a_missing_library_is_named_with_what_brings_it(monkeypatch):

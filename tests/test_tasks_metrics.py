@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from cosformer.tasks.metrics import (
-    LanguageMetrics,
     Seq2SeqMetrics,
     TokenScores,
     class_choice,
-    classification,
+    class_metrics,
+    language_metrics,
     token_choice,
 )
 
@@ -24,7 +24,7 @@ def predicted(predictions, labels=None):
 
 
 def test_perplexity_and_bits_per_byte_by_hand():
-    # Three tokens; probabilities given to the right one: 1/2, 1/4 (and 1/2 elsewhere), at positions the labels shift to.
+    # Three tokens; what the right one gets at the positions the labels shift to: 1/2, 1/4 and 0.6.
     logits = torch.log(
         torch.tensor(
             [
@@ -37,28 +37,28 @@ def test_perplexity_and_bits_per_byte_by_hand():
     scores = TokenScores(shift=True, byte_lengths=np.array([0, 1, 3]))((logits, "state"), labels)
     nats = [math.log(2) + math.log(4), -math.log(0.6)]
     np.testing.assert_allclose(scores, [[nats[0], 2, 1, 3], [nats[1], 1, 1, 3]], rtol=1e-5)
-    found = LanguageMetrics(bits_per_byte=True)(predicted(scores))
+    found = language_metrics(predicted(scores))
     total = sum(nats)
     assert found["perplexity"] == pytest.approx(math.exp(total / 3), rel=1e-5)
     assert found["bits_per_byte"] == pytest.approx(total / math.log(2) / 6, rel=1e-5)
     assert found["accuracy"] == pytest.approx(2 / 3) and found["tokens"] == 3
-    assert "bits_per_byte" not in LanguageMetrics(bits_per_byte=False)(predicted(scores))
     unshifted = TokenScores(shift=False)(logits, torch.tensor([[-100, 1, -100], [1, -100, -100]]))
     np.testing.assert_allclose(unshifted[:, :3], [[math.log(2), 1, 1], [-math.log(0.8), 1, 1]], rtol=1e-5)
+    assert "bits_per_byte" not in language_metrics(predicted(unshifted))
     mean = TokenScores(shift=True, byte_lengths=2.5)(logits, labels)
     np.testing.assert_allclose(mean[:, 3], [5, 2.5])
     with pytest.raises(ValueError, match="no token"):
-        LanguageMetrics(bits_per_byte=False)(predicted(np.zeros((2, 4))))
+        language_metrics(predicted(np.zeros((2, 4))))
 
 
 def test_accuracy_and_f1_by_hand():
     # Class 1: two right of three chosen and four present, so F1 = 2 * 2 / (3 + 4).
-    found = classification(predicted([1, 1, 1, 0, 0, 0], [1, 1, 0, 1, 1, 0]))
+    found = class_metrics(predicted([1, 1, 1, 0, 0, 0], [1, 1, 0, 1, 1, 0]))
     assert found == {"accuracy": pytest.approx(0.5), "f1": pytest.approx(4 / 7)}
     # Three classes: F1 of 2/3, 2/3 and 1.
-    found = classification(predicted([0, 0, 1, 2], [0, 1, 1, 2]))
+    found = class_metrics(predicted([0, 0, 1, 2], [0, 1, 1, 2]))
     assert found == {"accuracy": pytest.approx(0.75), "f1": pytest.approx((2 / 3 + 2 / 3 + 1) / 3)}
-    assert classification(predicted([0, 0], [0, 0])) == {"accuracy": 1.0, "f1": 0.0}
+    assert class_metrics(predicted([0, 0], [0, 0])) == {"accuracy": 1.0, "f1": 0.0}
     assert class_choice(torch.tensor([[0.1, 0.9], [2.0, 1.0]]), torch.tensor([0, 0])).tolist() == [1, 0]
 
 
@@ -96,14 +96,21 @@ def test_seq2seq_metrics_tell_teacher_forcing_from_generation():
 
 
 def test_evaluation_by_the_trainer_gives_the_same_numbers(tmp_path):
-    """A tiny real model through transformers.Trainer: sliding windows score every token once, with the model's own loss."""
+    """A tiny real model through transformers.Trainer: sliding windows score every token once."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
     from cosformer.tasks import build
 
     (tmp_path / "t.txt").write_text("".join(f"line {i} says {i * i}\n" for i in range(400)))
     task = build(
-        "lm", data=tmp_path / "t.txt", length=32, stride=8, holdout=0.1, cache=tmp_path / "c", isolate=False
+        "lm",
+        data=tmp_path / "t.txt",
+        length=32,
+        stride=8,
+        holdout=0.1,
+        cache=tmp_path / "c",
+        isolate=False,
+        tokenizer="bytes",
     )
     torch.manual_seed(0)
     model = GPT2LMHeadModel(
@@ -125,7 +132,7 @@ def test_evaluation_by_the_trainer_gives_the_same_numbers(tmp_path):
     )
     found = trainer.evaluate(task.validation)
 
-    stream = torch.from_numpy(np.asarray(task.validation.table.flat("tokens")).astype(np.int64))
+    stream = torch.from_numpy(np.asarray(task.validation.table.values("tokens")).astype(np.int64))
     total, previous = 0.0, 0
     for start in range(0, len(stream), 8):  # the loop of the usual sliding evaluation
         end = min(start + 32, len(stream))

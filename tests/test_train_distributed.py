@@ -1,4 +1,5 @@
-"""Training in two processes: DDP and FSDP2 do what one process does with the same batches, and leave what one can go on from.
+"""Training in two processes: DDP and FSDP2 do what one process does with the same batches, and leave what one
+can go on from.
 
 Under torchrun this file is the program that the tests start: it trains every job, one after the other.
 """

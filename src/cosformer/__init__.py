@@ -8,7 +8,7 @@ if TYPE_CHECKING:
     from .nn import CosformerAttention, MixerAttention
     from .ops import State, cosformer_attention, cosformer_stream
 
-__version__ = "0.1.0"
+__version__ = "0.2.0.dev0"
 __all__ = [
     "CosformerAttention",
     "MixerAttention",

@@ -47,13 +47,14 @@ def most_tokens(config) -> float:
     from .hf.interface import max_positions
 
     if config.model_type.startswith("cosformer"):
-        limited = config.mixer == "cosformer" and "linear_attention" in config.layer_types
-        given, learned = config.horizon, config.positions == "learned"
+        heads, learned = config.num_attention_heads, config.positions == "learned"
+        made = [config.mixer_of(name, heads=heads, size=2) for name in dict.fromkeys(config.layer_mixers)]
+        horizon = min(mixer.reach for mixer in made)
     else:  # a foreign architecture; softmax's limit is its own affair
         limited = getattr(config, "cosformer", None) is not None
         given = config.cosformer.get("horizon") if limited else None
         learned = limited and given is None  # it may have a vector for each of its positions
-    horizon = (max_positions(config) if given is None else given) if limited else math.inf
+        horizon = (max_positions(config) if given is None else given) if limited else math.inf
     reach = horizon if horizon == math.inf else int(horizon) + 1  # first and last may lie a horizon apart
     return min(reach, max_positions(config)) if learned else reach
 

@@ -6,41 +6,22 @@ batch = task.collate([task.train[i] for i in range(8)])
 
 import importlib
 import inspect
+import typing
+from collections.abc import Sequence
 from typing import Any
 
-from .contract import IGNORE, KINDS, Published, Special, Task
-from .packing import cu_seqlens, segment_ids
-from .source import SPLITS, DataError
+from .contract import IGNORE, KINDS, SPLITS, DataError, Special, Task
+from .packing import cu_seqlens
+from .pretrain import pretraining
 
-__all__ = [
-    "IGNORE",
-    "KINDS",
-    "SPLITS",
-    "DataError",
-    "Published",
-    "Special",
-    "Task",
-    "build",
-    "cu_seqlens",
-    "names",
-    "pretraining",
-    "segment_ids",
-    "settings",
-]
-
+__all__ = ["IGNORE", "KINDS", "SPLITS", "DataError", "Special", "Task", "build", "cu_seqlens", "names",
+           "pretraining", "settings"]  # fmt: skip
 _MODULES = {
-    "lm": "language",
-    "mlm": "language",
-    "classify": "classification",
-    "seq2seq": "seq2seq",
-    "listops": "listops",
-    "text": "classification",
-    "retrieval": "classification",
-    "image": "image",
-    "pathfinder": "pathfinder",
-    "recall": "recall",
-    "copy": "recall",
-    "reverse": "seq2seq",
+    **dict.fromkeys(("lm", "mlm"), "language"),
+    **dict.fromkeys(("classify", "text", "retrieval"), "classification"),
+    **dict.fromkeys(("seq2seq", "reverse"), "seq2seq"),
+    **dict.fromkeys(("recall", "copy"), "recall"),
+    **{name: name for name in ("listops", "image", "pathfinder")},
 }
 
 
@@ -51,31 +32,39 @@ def names() -> tuple[str, ...]:
 
 def settings(name: str) -> dict[str, Any]:
     """The settings a task takes, with their defaults (`inspect.Parameter.empty` where one must be given)."""
-    return {
-        key: parameter.default for key, parameter in inspect.signature(_function(name)).parameters.items()
-    }
+    return {key: chosen.default for key, chosen in inspect.signature(_function(name)).parameters.items()}
 
 
 def build(name: str, **chosen: Any) -> Task:
     """The task, with the settings given and its own defaults for the rest; see `settings(name)`.
 
-    `data` (a file or folder), `length`, `tokenizer`, `seed` and `cache` mean the same wherever they are taken.
+    `data` (a file or folder), `length`, `tokenizer`, `seed` and `cache` mean the same in every task.
     """
     accepted = settings(name)
     if unknown := [key for key in chosen if key not in accepted]:
         raise TypeError(f"task {name!r} has no setting {unknown[0]!r}; it takes {', '.join(accepted)}")
-    if missing := [
-        key for key, default in accepted.items() if default is inspect.Parameter.empty and key not in chosen
-    ]:
-        raise TypeError(f"task {name!r} needs {missing[0]}=...: it cannot be generated")
-    return _function(name)(**chosen)
+    required = [key for key, default in accepted.items() if default is inspect.Parameter.empty]
+    if missing := [key for key in required if key not in chosen]:
+        raise TypeError(f"task {name!r} needs --{missing[0]}: it cannot be generated")
+    kinds = typing.get_type_hints(_function(name))
+    return _function(name)(**{key: _listed(key, value, kinds[key]) for key, value in chosen.items()})
 
 
-def pretraining(task: Task, *, share: float = 0.15, copies: int = 10, seed: int = 0) -> Task:
-    """The masked-lm task over a classification task's own inputs: self-pretraining, with the same vocabulary and lengths."""
-    from .pretrain import masked
-
-    return masked(task, share=share, copies=copies, seed=seed)
+def _listed(key: str, value: Any, kind: Any) -> Any:
+    """A setting that takes a list, as one: a string is one by comma, as on the command line."""
+    item = {kind: typing.get_args(kind)[0] for kind in (Sequence[str], Sequence[int])}
+    found = [item[k] for k in (kind, *typing.get_args(kind)) if k in item]
+    if not found or value is None:
+        return value
+    values = value.split(",") if isinstance(value, str) else value
+    values = [values] if isinstance(values, (int, float)) else list(values)
+    try:
+        values = [found[0](v.strip() if isinstance(v, str) else v) for v in values]
+    except ValueError:
+        raise ValueError(f"{key} takes whole numbers by comma, 1000,100,100; got {value!r}") from None
+    if key == "examples" and len(values) != len(SPLITS):
+        raise ValueError(f"examples takes {len(SPLITS)} numbers, of {', '.join(SPLITS)}; got {value!r}")
+    return values
 
 
 def _function(name: str) -> Any:

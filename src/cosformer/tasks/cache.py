@@ -1,14 +1,18 @@
-"""Where prepared data lives: folders named by the content and settings they were made from, written whole or not at all."""
+"""Prepared data: folders named by the content and settings they come from, written whole or not at all."""
 
 import hashlib
 import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-LAYOUT = 1  # part of every key: raise it when what is written, or what a setting means, changes
+LAYOUT = 2  # part of every key: raise it when what is written, or what a setting means, changes
+LARGE = 1 << 26  # bytes of a file whose digest is kept; a smaller one is read again
+TICK = 2.0  # seconds in which a file may change twice and keep its times
 
 
 def root(cache: str | os.PathLike | None = None) -> Path:
@@ -17,13 +21,27 @@ def root(cache: str | os.PathLike | None = None) -> Path:
     return Path(cache or os.environ.get("COSFORMER_CACHE") or Path(home, "cosformer")).expanduser()
 
 
-def digest(path: Path) -> str:
-    """The file's content as one short string."""
-    hasher = hashlib.blake2b(digest_size=16)
+def hashed(*what: Any) -> str:
+    """A short name for anything JSON can hold: the same on every machine, another if anything changes."""
+    text = json.dumps([LAYOUT, *what], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
+
+
+def digest(path: Path, cache: str | os.PathLike | None = None) -> str:
+    """The file's content as one short string; of large files it is kept, under what any change changes."""
+    stat = path.stat()
+    seen = (str(path.resolve()), stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
+    kept = root(cache) / "digests" / hashed(*seen)
+    if stat.st_size >= LARGE and kept.is_file():
+        return kept.read_text()
     with open(path, "rb") as file:
-        while block := file.read(1 << 20):
-            hasher.update(block)
-    return hasher.hexdigest()
+        found = hashlib.file_digest(file, lambda: hashlib.blake2b(digest_size=16)).hexdigest()
+    if stat.st_size >= LARGE and time.time() - stat.st_ctime > TICK:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        draft = kept.with_suffix(f".{os.getpid()}")
+        draft.write_text(found)
+        draft.rename(kept)
+    return found
 
 
 def prepared(
@@ -31,18 +49,18 @@ def prepared(
 ) -> Path:
     """The folder `make` filled for these settings, made now if it is not there yet.
 
-    It is filled under another name and renamed when complete, so no reader ever sees a part of it, and several processes may
-    ask at once. `settings` must hold everything the result depends on: the content of files by digest, never by path.
+    It is filled under another name and renamed when complete, so no reader ever sees a part of it, and
+    several processes may ask at once. `settings` must hold everything the result depends on: the content of
+    files by digest, never by path.
     """
-    text = json.dumps({"layout": LAYOUT, **settings}, sort_keys=True)
-    folder = root(cache) / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+    folder = root(cache) / f"{name}-{hashed(settings)}"
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     draft = Path(tempfile.mkdtemp(prefix=f".{name}-", dir=folder.parent))
     try:
         make(draft)
-        (draft / "settings.json").write_text(text)
+        (draft / "settings.json").write_text(json.dumps(settings))
         draft.chmod(0o755)  # mkdtemp's folders are private, a shared cache is not
         try:
             draft.rename(folder)

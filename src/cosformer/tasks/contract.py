@@ -1,6 +1,6 @@
-"""What a task is: three sets, a collate function, metrics, and the few numbers a model has to be built with."""
+"""What a task is: three sets, a collate function, metrics, and the few numbers that a model is built with."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -8,12 +8,33 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 KINDS = ("causal-lm", "masked-lm", "sequence-classification", "pair-classification", "seq2seq")
+SPLITS = ("train", "validation", "test")
 IGNORE = -100  # the label that torch's cross entropy, and so every Hugging Face model, leaves out of the loss
+
+
+def shown(value: Any, most: int = 60) -> str:
+    """A value as an error shows it: cut, if it is long."""
+    text = value if isinstance(value, str) else repr(value)
+    return repr(value) if len(text) <= most else f"{text[:most]!r}... ({len(text):,} characters)"
+
+
+def listed(names: Collection[Any], most: int = 8) -> str:
+    """Names by comma, the first of them if they are many."""
+    first = ", ".join(name if len(name) <= 40 else f"{name[:40]}..." for name in map(str, [*names][:most]))
+    return first if len(names) <= most else f"{first} and {len(names) - most:,} more"
+
+
+class DataError(ValueError):
+    """What is wrong with the data, and where: `path:line: what`."""
+
+    def __init__(self, what: str, *, path: Any = None, line: int | None = None):
+        place = [] if path is None else [str(path)] if line is None else [f"{path}:{line}"]
+        super().__init__(": ".join([*place, what]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Special:
-    """Ids with a role. Vocabularies made here put them first, so that content id = value + `Special.count`."""
+    """Ids with a role. Vocabularies made here put them first: content id = value + `Special.count`."""
 
     pad: int = 0
     bos: int = 1  # also the class token: the first of every classified text
@@ -27,22 +48,13 @@ class Special:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """The sizes a benchmark was published with, and its rule: every mixer gets the same ones, and may add 10% parameters."""
+    """The sizes a benchmark was published with, the same for every mixer, and what one may add to them."""
 
+    layers: int
     width: int
     heads: int
-    layers: int
     feedforward: int
-    attention_width: int  # width of the projected queries, keys and values, all heads together
     pooling: str  # "cls" or "mean"
-    length: int
-    batch: int
-    steps: int
-    learning_rate: float
-    schedule: str
-    warmup: int
-    weight_decay: float
-    source: str  # where the numbers are from
     extra_parameters: float = 0.10  # share of parameters a mixer may add to the softmax model's
 
 
@@ -52,23 +64,28 @@ class Rows(Dataset[dict[str, Any]]):
     def __len__(self) -> int:
         raise NotImplementedError
 
+    def check(self, index: int) -> None:
+        """Refuses an index outside; iterating over a set ends by it."""
+        if not 0 <= index < len(self):
+            raise IndexError(f"row {index} of {len(self)}")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """Data in, batches and metrics out. Knows nothing of models.
 
-    What `collate` returns, by kind (B rows, L tokens, all int64; labels of -100 carry no loss):
+    What `collate` returns, by kind (B rows, L tokens, all int64; labels of `IGNORE` carry no loss):
 
-        causal-lm                 input_ids, labels (B, L), not shifted: the model compares labels[t] with its output at t - 1
+        causal-lm                 input_ids, labels (B, L), not shifted: labels[t] is due at output t - 1
         masked-lm                 input_ids, labels (B, L): labels only where a token was hidden
-                                  both with position_ids (B, L) when packed: 0 where a document begins (see packing.py)
+                                  both with position_ids (B, L) when packed: 0 where a document begins
         sequence-classification   input_ids, attention_mask (B, L), labels (B,)
-        pair-classification       the same, with pair_input_ids and pair_attention_mask (B, L2) for the second text
+        pair-classification       the same, and pair_input_ids, pair_attention_mask (B, L2): the second text
         seq2seq                   input_ids, attention_mask (B, L), labels (B, T) that end in `special.eos`;
                                   decoding starts from `special.bos`
 
-    `compute_metrics` and `preprocess_logits_for_metrics` go to `transformers.Trainer` as they are. Datasets are map-style and
-    depend on the data, the settings and the seed only: not on the process, the worker or the order of access.
+    `compute_metrics` and `preprocess_logits_for_metrics` go to `transformers.Trainer` as they are. Sets
+    depend on the data, the settings and the seed only: not on the process or the order of access.
     """
 
     name: str
@@ -84,17 +101,20 @@ class Task:
     vocab_size: int
     max_length: int  # no input is longer
     max_target_length: int | None = None  # seq2seq only
-    num_labels: int | None = None  # classification only
-    labels: tuple[str, ...] = ()  # their names, in order of id
+    labels: tuple[str, ...] = ()  # classification only: their names, in order of id
     special: Special = Special()
-    tokenizer: Any = (
-        None  # a Hugging Face tokenizer, to be saved beside the model; None where the input is not text
-    )
+    tokenizer: Any = None  # Hugging Face's, to be saved beside the model; None where the input is not text
     published: Published | None = None
-    settings: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # everything the data depends on, as JSON can hold it
+    settings: Mapping[str, Any] = field(default_factory=dict)  # all the data depends on, as JSON can hold it
+    fingerprint: str  # of the content read (and its vocabulary), or of how it is made; not of paths
+    majority: float | None = None  # classification only: the share of the test set's most frequent class
+    notes: tuple[str, ...] = ()  # what a user should be told of the data, a line each
 
     def __post_init__(self):
         if self.kind not in KINDS:
             raise ValueError(f"kind must be one of {', '.join(KINDS)}; got {self.kind!r}")
+
+    @property
+    def num_labels(self) -> int | None:
+        """How many classes there are; None where nothing is classified."""
+        return len(self.labels) or None

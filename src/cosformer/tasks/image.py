@@ -1,28 +1,28 @@
-"""Long-Range Arena's Image: CIFAR-10 in grey, one token a pixel, 1,024 in a row."""
+"""Long-Range Arena's Image: CIFAR-10 in grey, one token a pixel, `PIXELS` in a row."""
 
 import pickle
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .cache import digest, prepared
-from .classification import task
-from .contract import Special, Task
-from .published import PUBLISHED
-from .source import SPLITS, DataError, locate
-from .table import Table, Writer
+from .cache import digest, hashed
+from .contract import SPLITS, DataError, Special, Task
+from .published import arena
+from .source import locate
 
 SIDE = 32
 PIXELS = SIDE * SIDE
 LABELS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 GREY = np.array([0.2989, 0.587, 0.114], np.float32)  # TensorFlow's weights, as the published pipeline's
-Batch = tuple[np.ndarray, np.ndarray]  # pixels (N, 1024), labels (N,), both uint8
+TRAIN = 0.9  # published: the first nine tenths of the training images train, the rest validate
+Batch = tuple[np.ndarray, np.ndarray]  # pixels (N, PIXELS), labels (N,), both uint8
 
 
 def _grey(colour: np.ndarray) -> np.ndarray:
-    """(N, 3 * 1024), planes of red, green and blue -> (N, 1024), rounded as tf.image does."""
+    """(N, 3 * PIXELS), planes of red, green and blue -> (N, PIXELS), rounded as tf.image does."""
     mixed = np.einsum("ncp,c->np", colour.reshape(len(colour), 3, PIXELS).astype(np.float32) / 255, GREY)
     return np.minimum(mixed * 255.5, 255).astype(np.uint8)
 
@@ -52,9 +52,8 @@ def _python(path: Path) -> Batch:
 def _binary(path: Path) -> Batch:
     raw, record = np.fromfile(path, np.uint8), 1 + 3 * PIXELS
     if not len(raw) or len(raw) % record:
-        raise DataError(
-            f"not a CIFAR-10 binary batch: {len(raw)} bytes is no multiple of {record}", path=path
-        )
+        what = f"not a CIFAR-10 binary batch: {len(raw)} bytes is no multiple of {record}"
+        raise DataError(what, path=path)
     raw = raw.reshape(-1, record)
     return _grey(raw[:, 1:]), raw[:, 0]
 
@@ -62,10 +61,7 @@ def _binary(path: Path) -> Batch:
 def _png(path: Path) -> np.ndarray:
     from PIL import Image, UnidentifiedImageError
 
-    limit, Image.MAX_IMAGE_PIXELS = (
-        Image.MAX_IMAGE_PIXELS,
-        None,
-    )  # ten thousand images on one strip are no attack
+    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # many images on one strip are no attack
     try:
         with Image.open(path) as strip:
             pixels = np.asarray(strip.convert("L"))
@@ -73,15 +69,14 @@ def _png(path: Path) -> np.ndarray:
         raise DataError(f"not a readable PNG: {error}", path=path) from None
     finally:
         Image.MAX_IMAGE_PIXELS = limit
-    if pixels.shape[1] != SIDE or len(pixels) % SIDE:
-        raise DataError(
-            f"expected a strip of {SIDE} x {SIDE} images, got {pixels.shape[1]} x {pixels.shape[0]} pixels",
-            path=path,
-        )
+    height, width = pixels.shape
+    if width != SIDE or height % SIDE:
+        expected = f"expected a strip of {SIDE} x {SIDE} images, got {width} x {height} pixels"
+        raise DataError(expected, path=path)
     return pixels.reshape(-1, PIXELS)
 
 
-def _grey_strips(folder: Path) -> Iterator[tuple[str, Path, Batch]]:
+def _strips(folder: Path) -> Iterator[tuple[str, Path, Batch]]:
     for split in ("train", "test"):
         labels_path = folder / f"{split}_labels.u8"
         labels, used = np.fromfile(labels_path, np.uint8), 0
@@ -93,65 +88,50 @@ def _grey_strips(folder: Path) -> Iterator[tuple[str, Path, Batch]]:
             raise DataError(f"{len(labels)} labels for {used} images", path=labels_path)
 
 
-def _forms(folder: Path) -> list[Path]:
+def _files(folder: Path) -> list[Path]:
     """The files of whichever form the folder has."""
-    strips, binary, python = ("*.png", "*.u8"), ("*_batch*.bin",), ("*_batch*",)
-    for required, patterns in (
-        ("train_labels.u8", strips),
-        ("data_batch_1.bin", binary),
-        ("data_batch_1", python),
-    ):
+    forms = {"train_labels.u8": ("*.png", "*.u8"), "data_batch_1.bin": ("*_batch*.bin",)}
+    forms["data_batch_1"] = ("*_batch*",)
+    for required, patterns in forms.items():
         if (folder / required).is_file():
             return sorted({path for pattern in patterns for path in folder.glob(pattern)})
-    forms = "data_batch_1 ... test_batch (python), data_batch_1.bin ... (binary), or grey strips train_*.png, test.png with "
-    raise DataError(f"expected CIFAR-10 as {forms}train_labels.u8, test_labels.u8", path=folder)
+    batches = "data_batch_1 ... test_batch (python), data_batch_1.bin ... (binary)"
+    strips = "grey strips train_*.png, test.png with train_labels.u8, test_labels.u8"
+    raise DataError(f"expected CIFAR-10 as {batches}, or {strips}", path=folder)
 
 
 def batches(folder: Path) -> Iterator[tuple[str, Path, Batch]]:
     """(split, file, images and labels), training files in their published order."""
     if (folder / "train_labels.u8").is_file():
-        yield from _grey_strips(folder)
+        yield from _strips(folder)
         return
-    for path in (path for path in _forms(folder) if "meta" not in path.name):
-        yield (
-            "test" if "test" in path.name else "train",
-            path,
-            (_binary if path.suffix == ".bin" else _python)(path),
-        )
+    for path in _files(folder):
+        if "meta" not in path.name:
+            read = _binary if path.suffix == ".bin" else _python
+            yield "test" if "test" in path.name else "train", path, read(path)
 
 
-def _write(source: Path, folder: Path) -> None:
+def _rows(source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     parts: dict[str, list[Batch]] = {"train": [], "test": []}
     for split, path, (pixels, labels) in batches(source):
         if len(bad := np.flatnonzero(labels >= len(LABELS))):
-            raise DataError(
-                f"image {bad[0]} has label {labels[bad[0]]}; labels are 0 ... {len(LABELS) - 1}", path=path
-            )
+            what = f"image {bad[0]} has label {labels[bad[0]]}; labels are 0 ... {len(LABELS) - 1}"
+            raise DataError(what, path=path)
         parts[split].append((pixels, labels))
     if not (parts["train"] and parts["test"]):
         raise DataError("both training and test images are needed", path=source)
     whole = {split: [np.concatenate(side) for side in zip(*part)] for split, part in parts.items()}
-    edge = int(len(whole["train"][0]) * 0.9)  # published: the first nine tenths train, the rest validate
+    edge = int(len(whole["train"][0]) * TRAIN)
     whole["validation"] = [side[edge:] for side in whole["train"]]
     whole["train"] = [side[:edge] for side in whole["train"]]
     for split in SPLITS:
-        with Writer(folder / split, arrays={"input_ids": "uint16"}, numbers={"labels": "int64"}) as writer:
-            for pixels, label in zip(*whole[split]):
-                writer.add(input_ids=pixels.astype(np.uint16) + Special.count, labels=label)
+        for pixels, label in zip(*whole[split]):
+            ids = pixels.astype(np.uint16) + Special.count
+            yield split, {"input_ids": ids, "labels": int(label)}
 
 
 def image(*, data: Any, cache: Any = None) -> Task:
-    """CIFAR-10 in grey from its python or binary form, or from strips of grey PNG; no class token, so 1,024 tokens a row."""
+    """CIFAR-10 in grey from its python or binary form, or from strips of grey PNG; no class token."""
     source = locate(data)
-    settings = {"content": [digest(path) for path in _forms(source)]}
-    folder = prepared("image", lambda draft: _write(source, draft), cache=cache, **settings)
-    sets = {split: Table(folder / split) for split in SPLITS}
-    return task(
-        name="image",
-        sets=sets,
-        vocab_size=Special.count + 256,
-        length=PIXELS,
-        labels=LABELS,
-        published=PUBLISHED["image"],
-        settings=settings,
-    )
+    rows, content = partial(_rows, source), hashed([digest(path, cache) for path in _files(source)])
+    return arena("image", rows, values=256, length=PIXELS, labels=LABELS, cache=cache, content=content)

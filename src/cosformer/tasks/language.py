@@ -1,59 +1,61 @@
 """Language modelling: `lm`, predict the next token, and `mlm`, restore the hidden ones."""
 
-import json
-from contextlib import ExitStack
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
-from .cache import prepared
-from .contract import Task
+from .collate import Collate
+from .contract import SPLITS, Task
 from .corpus import Corpus
-from .metrics import LanguageMetrics, TokenScores
-from .packing import Masked, Packed, WindowCollate
-from .source import SPLITS, DataError
-from .table import Table, Writer
-from .tokens import Encoder, encoder
+from .metrics import language_scores
+from .packing import Masked, Packed
+from .source import Source
+from .table import stored
+from .tokens import encoder
 
 
-def _tokenise(corpus: Corpus, encode: Encoder, folder: Path) -> None:
-    """Writes every document of the corpus to its split's table, as start, text, end; a document need not fit in memory."""
-    special, size = encode.special, dict.fromkeys(SPLITS, 0)
-    with ExitStack() as stack:
-        writers = {
-            s: stack.enter_context(Writer(folder / s, arrays={"tokens": encode.dtype})) for s in SPLITS
-        }
-        begun = dict.fromkeys(SPLITS, False)
-        for split, text, end in corpus:
-            writer = writers[split]
-            if text:
-                if not begun[split]:
-                    writer.extend("tokens", [special.bos])
-                    begun[split] = True
-                writer.extend("tokens", encode.encode(text))
-                size[split] += len(text.encode())
-            if end and begun[split]:
-                writer.extend("tokens", [special.eos])
-                writer.end()
-                begun[split] = False
-    for split in SPLITS:
-        if not size[split]:
-            few = "too few documents to hold some out. Give more, or files named train, validation and test"
-            raise DataError(f"the {split} split is empty: {few}", path=corpus.data)
-    (folder / "bytes.json").write_text(json.dumps(size))
+class Tokenised:
+    """A corpus as tables of tokens: every document as start, text, end, with the size of its text."""
 
+    def __init__(self, corpus: Corpus, tokenizer: str):
+        self.corpus, self.settings, cache = (
+            corpus,
+            {"tokenizer": tokenizer, **corpus.key},
+            corpus.source.cache,
+        )
+        self.encoder = encoder(tokenizer, texts=self._training, key=corpus.key, cache=cache)
+        self.facts: dict[str, Any] = {}
+        known = {"vocabulary": self.encoder.vocabulary(), "facts": self.facts, **corpus.key}
+        self.tables = stored("corpus", self._rows, vocab_size=self.encoder.size, cache=cache, **known)
 
-def _tables(
-    corpus: Corpus, tokenizer: str, cache: Any
-) -> tuple[Encoder, dict[str, Table], dict[str, int], dict[str, Any]]:
-    key = corpus.key()
-    texts = (text for split, text, _ in corpus if split == "train")
-    encode = encoder(tokenizer, texts=texts, key=key, cache=cache)
-    vocabulary = encode.tokenizer.backend_tokenizer.to_str()
-    folder = prepared(
-        "corpus", lambda draft: _tokenise(corpus, encode, draft), cache=cache, vocabulary=vocabulary, **key
-    )
-    tables = {split: Table(folder / split) for split in SPLITS}
-    return encode, tables, json.loads((folder / "bytes.json").read_text()), key
+    def _training(self) -> Iterator[str]:
+        return (text for split, text, _ in self.corpus if split == "train")
+
+    def _rows(self) -> Iterator[tuple]:  # a document need not fit in memory
+        special, size = self.encoder.special, 0
+        for split, text, end in self.corpus:
+            if text and not size:
+                yield split, {"tokens": [special.bos]}, False
+            yield split, {"tokens": self.encoder.encode(text)}, False
+            size += len(text.encode())
+            if end and size:
+                yield split, {"tokens": [special.eos], "bytes": size}
+                size = 0
+        self.facts["notes"] = self.corpus.source.bad.note()
+
+    def task(self, name: str, *, length: int, template: str, settings: dict[str, Any], **fields: Any) -> Task:
+        """The task over windows of these tables; the saved tokenizer writes texts by `template`."""
+        return Task(
+            name=name,
+            collate=Collate(self.encoder.special.pad, packed=True),
+            vocab_size=self.encoder.size,
+            max_length=length,
+            special=self.encoder.special,
+            tokenizer=self.encoder.fit(length, single=template),
+            settings={"length": length, **settings, **self.settings},
+            fingerprint=self.encoder.fingerprint(self.corpus.key["content"]),
+            notes=(*self.facts["notes"], *self.encoder.notes),
+            **fields,
+        )
 
 
 def lm(
@@ -61,42 +63,33 @@ def lm(
     data: Any = None,
     length: int = 512,
     stride: int | None = None,
-    tokenizer: str = "bytes",
+    tokenizer: str = "bpe",
     isolate: bool = True,
     text: str | None = None,
     separator: str | None = None,
     holdout: float = 0.05,
+    skip_bad_rows: int = 0,
     seed: int = 0,
     cache: Any = None,
 ) -> Task:
     """Autoregressive language modelling.
 
-    Evaluation slides: windows begin every `stride` tokens (half the length if None) and score only what is new.
-    `isolate=False` lets attention cross documents, as papers on WikiText do: the batch then has no `position_ids`.
+    Evaluation slides: windows begin every `stride` tokens (half the length if None) and score what is new.
+    `isolate=False` lets attention cross documents, as papers on WikiText do: no `position_ids` then.
     """
-    encode, tables, size, key = _tables(
-        Corpus(data, text=text, separator=separator, holdout=holdout, seed=seed), tokenizer, cache
-    )
+    source = Source(data=data, holdout=holdout, skip_bad_rows=skip_bad_rows, seed=seed, cache=cache)
+    tokens = Tokenised(Corpus(source, text=text, separator=separator), tokenizer)
     stride = length // 2 if stride is None else stride
-    # Tokens that are not strings of bytes get the training set's mean; exact on the whole, not token by token.
-    known = encode.byte_lengths()
-    lengths = size["train"] / len(tables["train"].flat("tokens")) if known is None else known
-    return Task(
-        name="lm",
-        kind="causal-lm",
-        train=Packed(tables["train"], length=length, isolate=isolate),
-        validation=Packed(tables["validation"], length=length, stride=stride, isolate=isolate),
-        test=Packed(tables["test"], length=length, stride=stride, isolate=isolate),
-        collate=WindowCollate(encode.special.pad),
-        preprocess_logits_for_metrics=TokenScores(shift=True, byte_lengths=lengths),
-        compute_metrics=LanguageMetrics(bits_per_byte=True),
-        metric="perplexity",
-        greater_is_better=False,
-        vocab_size=encode.size,
-        max_length=length,
-        special=encode.special,
-        tokenizer=encode.tokenizer,
-        settings={"length": length, "stride": stride, "tokenizer": tokenizer, "isolate": isolate, **key},
+    strides = {"train": None, "validation": stride, "test": stride}
+    sets = {s: Packed(tokens.tables[s], length=length, stride=strides[s], isolate=isolate) for s in SPLITS}
+    lengths: Any = tokens.encoder.byte_lengths()
+    if lengths is None:  # tokens that are not strings of bytes get the mean: exact on the whole
+        train = tokens.tables["train"]
+        lengths = train.values("bytes").sum() / len(train.values("tokens"))
+    scores = language_scores(shift=True, metric="perplexity", byte_lengths=lengths)
+    chosen = {"stride": stride, "isolate": isolate}
+    return tokens.task(
+        "lm", kind="causal-lm", length=length, template="$A", settings=chosen, **sets, **scores
     )
 
 
@@ -104,7 +97,7 @@ def mlm(
     *,
     data: Any = None,
     length: int = 512,
-    tokenizer: str = "bytes",
+    tokenizer: str = "bpe",
     isolate: bool = True,
     whole_word: bool = False,
     share: float = 0.15,
@@ -112,49 +105,22 @@ def mlm(
     text: str | None = None,
     separator: str | None = None,
     holdout: float = 0.05,
+    skip_bad_rows: int = 0,
     seed: int = 0,
     cache: Any = None,
 ) -> Task:
-    """Masked pre-training: `share` of the tokens hidden, whole words at a time if `whole_word`; see packing.Masked."""
-    encode, tables, _, key = _tables(
-        Corpus(data, text=text, separator=separator, holdout=holdout, seed=seed), tokenizer, cache
-    )
-    joins = encode.joins() if whole_word else None
-
-    def masked(split: str, copies: int) -> Masked:
-        windows = Packed(tables[split], length=length, isolate=isolate)
-        return Masked(
-            windows,
-            content=encode.content(),
-            mask=encode.special.mask,
-            seed=seed,
-            copies=copies,
-            share=share,
-            joins=joins,
-        )
-
-    return Task(
-        name="mlm",
-        kind="masked-lm",
-        train=masked("train", copies),
-        validation=masked("validation", 1),
-        test=masked("test", 1),
-        collate=WindowCollate(encode.special.pad),
-        preprocess_logits_for_metrics=TokenScores(shift=False),
-        compute_metrics=LanguageMetrics(bits_per_byte=False),
-        metric="loss_per_token",
-        greater_is_better=False,
-        vocab_size=encode.size,
-        max_length=length,
-        special=encode.special,
-        tokenizer=encode.tokenizer,
-        settings={
-            "length": length,
-            "tokenizer": tokenizer,
-            "isolate": isolate,
-            "whole_word": whole_word,
-            "share": share,
-            "copies": copies,
-            **key,
-        },
+    """Masked pre-training: a `share` of tokens hidden, by whole words if `whole_word` (packing.Masked)."""
+    source = Source(data=data, holdout=holdout, skip_bad_rows=skip_bad_rows, seed=seed, cache=cache)
+    tokens = Tokenised(Corpus(source, text=text, separator=separator), tokenizer)
+    encode = tokens.encoder
+    hide: dict[str, Any] = {"content": encode.content(), "mask": encode.special.mask, "seed": seed}
+    hide |= {"share": share, "joins": encode.joins() if whole_word else None}
+    sets = {}
+    for split in SPLITS:
+        windows = Packed(tokens.tables[split], length=length, isolate=isolate)
+        sets[split] = Masked(windows, copies=copies if split == "train" else 1, **hide)
+    scores = language_scores(shift=False, metric="loss_per_token")
+    chosen = {"isolate": isolate, "whole_word": whole_word, "share": share, "copies": copies}
+    return tokens.task(
+        "mlm", kind="masked-lm", length=length, template="bos $A eos", settings=chosen, **sets, **scores
     )

@@ -1,34 +1,33 @@
-"""ListOps, Long-Range Arena's nested MIN, MAX, MED and SM (sum modulo 10): generated as published, or read from its TSV.
+"""ListOps, Long-Range Arena's nested MIN, MAX, MED and SM (sum modulo 10): generated, or read from its TSV.
 
     [MAX 4 3 [MIN 2 3 ] 1 0 [MED 1 5 8 9 2 ] ]  ->  5
 
-A node is an operator with probability 1/4 while its depth is below the limit (the root's is 1), otherwise a digit; an operator
-has 2 to `args` arguments. Trees are kept whose tokens, closing brackets included, are more than the least and fewer than the
-most; duplicates are not. Whole batches of trees grow level by level in numpy, then only the kept ones are written out.
+A node is an operator with probability `OPERATOR_SHARE` while its depth is below the limit (the root's is 1),
+otherwise a digit; an operator has 2 to `args` arguments. Trees are kept whose tokens, closing brackets
+included, are more than the least and fewer than the most; duplicates are not. Whole batches of trees grow
+level by level in numpy, then only the kept ones are written out.
 """
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from pathlib import Path
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from .cache import prepared
-from .classification import task
-from .contract import Special, Task
-from .published import PUBLISHED
-from .source import SPLITS, DataError, fingerprint, split_rows, tables
-from .table import Table, Writer
+from .contract import SPLITS, Special, Task, listed
+from .published import arena
+from .source import Row, Source
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
 SYMBOLS = (*map(str, range(10)), *OPERATORS, "]")  # a digit's number is its value
 CLOSE = SYMBOLS.index("]")
 OPERATOR_SHARE = 0.25
+HOLDOUT = 0.05  # of a TSV that names no splits
 
 
 def _grow(rng: np.random.Generator, trees: int, *, depth: int, args: int) -> list[np.ndarray]:
-    """Levels of a forest: each node's number of arguments, 0 for a digit. A level's nodes are the arguments of the one above.
+    """Levels of a forest: each node's number of arguments, which are nodes of the next; 0 for a digit.
 
     Every root is an operator: a digit alone is a tree of one token, which no length limit keeps.
     """
@@ -42,7 +41,7 @@ def _grow(rng: np.random.Generator, trees: int, *, depth: int, args: int) -> lis
 
 
 def _lengths(levels: list[np.ndarray]) -> list[np.ndarray]:
-    """Tokens of each node's subtree: 1 for a digit, else its arguments' and two brackets (one of them the operator)."""
+    """Tokens of each node's subtree: 1 for a digit, else its arguments' and two brackets."""
     lengths = [np.ones(len(levels[-1]), np.int64)]
     for arity in levels[-2::-1]:
         own = np.ones(len(arity), np.int64)
@@ -72,7 +71,7 @@ def _median(values: np.ndarray, arity: np.ndarray, starts: np.ndarray) -> np.nda
 def _write_out(
     rng: np.random.Generator, levels: list[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Fills in operators and digits: (tokens of all trees end to end, where each tree ends, values of the roots)."""
+    """Fills in operators and digits: (tokens of all trees, where each tree ends, values of the roots)."""
     lengths = _lengths(levels)
     ends = np.cumsum(lengths[0])
     tokens = np.empty(int(ends[-1]), np.uint8)
@@ -84,27 +83,18 @@ def _write_out(
         inner = arity > 0
         tokens[(place + length - 1)[inner]] = CLOSE
         # An argument stands after the operator and the arguments before it.
-        first = np.repeat(place[inner] + 1, arity[inner])
-        before = np.cumsum(below) - below
-        place = (
-            first + before - np.repeat(before[(np.cumsum(arity) - arity)[inner]], arity[inner])
-            if len(below)
-            else first
-        )
+        place = np.repeat(place[inner] + 1, arity[inner])
+        if len(below):
+            before = np.cumsum(below) - below
+            place += before - np.repeat(before[(np.cumsum(arity) - arity)[inner]], arity[inner])
     values = symbols[-1]
     for arity, symbol in zip(levels[-2::-1], symbols[-2::-1]):
         own, inside = symbol.copy(), np.flatnonzero(arity)
         if len(inside):
             count = arity[inside]
             starts = np.cumsum(count) - count
-            found = np.stack(
-                [
-                    np.minimum.reduceat(values, starts),
-                    np.maximum.reduceat(values, starts),
-                    _median(values, count, starts),
-                    np.add.reduceat(values, starts) % 10,
-                ]
-            )
+            least, most, total = (f.reduceat(values, starts) for f in (np.minimum, np.maximum, np.add))
+            found = np.stack([least, most, _median(values, count, starts), total % 10])  # in OPERATORS' order
             own[inside] = found[symbol[inside] - 10, np.arange(len(inside))]
         values = own
     return tokens, ends, values
@@ -128,46 +118,31 @@ def trees(
                     idle = 0
                     yield tree, int(value)
         if idle == 50:
-            raise ValueError(
-                f"no new tree of more than {least} and fewer than {most} tokens in {50 * batch:,} draws with depth={depth}, "
-                f"args={args}; {len(seen):,} found before. Ask for fewer examples or longer trees"
-            )
+            wanted = f"no new tree of more than {least} and fewer than {most} tokens in {50 * batch:,} draws"
+            found = f"with depth={depth}, args={args}; {len(seen):,} found before"
+            raise ValueError(f"{wanted} {found}. Ask for fewer examples or longer trees")
 
 
-def _generate(folder: Path, *, examples: Sequence[int], **limits: int) -> None:
+def _generated(*, examples: Sequence[int], **limits: int) -> Iterator[tuple[str, dict[str, Any]]]:
     source = trees(**limits)
     for split, size in zip(SPLITS, examples, strict=True):
-        with Writer(folder / split, arrays={"input_ids": "uint8"}, numbers={"labels": "int64"}) as writer:
-            for _ in range(size):
-                tree, value = next(source)
-                writer.add(input_ids=np.r_[Special.bos, tree + Special.count], labels=value)
+        for tree, value in itertools.islice(source, size):
+            yield split, {"input_ids": np.r_[Special.bos, tree + Special.count], "labels": value}
 
 
-def _read(data: Any, folder: Path, *, length: int, seed: int) -> None:
-    """The published TSV: columns Source (with the round brackets of its binary tree, which say nothing more) and Target."""
-    number = {symbol: index + Special.count for index, symbol in enumerate(SYMBOLS)} | {"(": None, ")": None}
-    with ExitStack() as stack:
-        writers = {
-            s: stack.enter_context(
-                Writer(folder / s, arrays={"input_ids": "uint8"}, numbers={"labels": "int64"})
-            )
-            for s in SPLITS
-        }
-        for split, row in split_rows(tables(data), holdout=0.05, seed=seed):
-            if not {"Source", "Target"} <= row.fields.keys():
-                raise row.error(f"expected the columns Source and Target, found {', '.join(row.fields)}")
-            words = row.text("Source").split()
-            if unknown := [word for word in words if word not in number]:
-                raise row.error(f"{unknown[0]!r} is not one of {' '.join(SYMBOLS)}")
-            if row.fields["Target"] not in SYMBOLS[:10]:
-                raise row.error(f"Target must be a digit; got {row.fields['Target']!r}")
-            tree = [number[word] for word in words if number[word] is not None]
-            if len(tree) >= length:
-                raise row.error(f"{len(tree)} tokens do not fit into length={length} with the class token")
-            writers[split].add(input_ids=[Special.bos, *tree], labels=int(row.fields["Target"]))
-    for split in SPLITS:
-        if not (folder / split / "labels.bin").stat().st_size:
-            raise DataError(f"the {split} split has no rows", path=data)
+def _tree(row: Row, *, length: int) -> dict[str, Any]:
+    """A record of the published TSV: Source, whose round brackets say nothing more, and Target."""
+    if not {"Source", "Target"} <= row.fields.keys():
+        raise row.error(f"expected the columns Source and Target, found {listed(row.fields)}")
+    words = [word for word in row.text("Source").split() if word not in ("(", ")")]
+    if unknown := [word for word in words if word not in SYMBOLS]:
+        raise row.error(f"{unknown[0]!r} is not one of {' '.join(SYMBOLS)}")
+    if row.fields["Target"] not in SYMBOLS[:10]:
+        raise row.error(f"Target must be a digit; got {row.fields['Target']!r}")
+    if len(words) >= length:
+        raise row.error(f"{len(words)} tokens do not fit into length={length} with the class token")
+    ids = [Special.bos, *(SYMBOLS.index(word) + Special.count for word in words)]
+    return {"input_ids": ids, "labels": int(row.fields["Target"])}
 
 
 def listops(
@@ -181,33 +156,21 @@ def listops(
     seed: int = 0,
     cache: Any = None,
 ) -> Task:
-    """ListOps with the published limits and splits. For a short setting give a smaller `length` (and `depth`, `args`).
+    """ListOps with the published limits and splits; give a smaller `length`, `depth`, `args` for less.
 
-    Trees have more than `least` tokens (a quarter of the length if None, as published) and fewer than `length`; the class
-    token in front brings the longest to `length`.
+    Trees have more than `least` tokens (a quarter of the length if None, as published) and fewer than
+    `length`; the class token in front brings the longest to `length`.
     """
     least = length // 4 if least is None else least
     if not (2 <= args and 2 <= depth and 0 <= least < length - 4):
         given = f"args={args}, depth={depth}, least={least}, length={length}"
         raise ValueError(f"need args >= 2, depth >= 2 and 0 <= least < length - 4; got {given}")
-    if data is None:
-        limits = {"least": least, "most": length, "depth": depth, "args": args, "seed": seed}
-        settings: dict[str, Any] = {**limits, "examples": list(examples)}
-        folder = prepared(
-            "listops", lambda draft: _generate(draft, examples=examples, **limits), cache=cache, **settings
-        )
-    else:
-        settings = {"content": fingerprint(data), "length": length, "seed": seed}
-        folder = prepared(
-            "listops", lambda draft: _read(data, draft, length=length, seed=seed), cache=cache, **settings
-        )
-    sets = {split: Table(folder / split) for split in SPLITS}
-    return task(
-        name="listops",
-        sets=sets,
-        vocab_size=Special.count + len(SYMBOLS),
-        length=length,
-        labels=SYMBOLS[:10],
-        published=PUBLISHED["listops"],
-        settings=settings,
-    )
+    limits: dict[str, Any] = {"least": least, "most": length, "depth": depth, "args": args, "seed": seed}
+    settings: dict[str, Any] = {**limits, "examples": list(examples)}
+    rows: Callable[[], Iterable[tuple]] = partial(_generated, examples=examples, **limits)
+    if data is not None:
+        source = Source(data=data, holdout=HOLDOUT, seed=seed, cache=cache)
+        settings = {"content": source.content(), "most": length, "seed": seed}
+        rows = partial(source.each, partial(_tree, length=length))
+    sizes: dict[str, Any] = {"values": len(SYMBOLS), "length": length, "labels": SYMBOLS[:10]}
+    return arena("listops", rows, cache=cache, **sizes, **settings)

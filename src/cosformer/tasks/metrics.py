@@ -1,4 +1,4 @@
-"""Metrics, in the two steps transformers.Trainer asks for: shrink the logits of a batch, then sum up over the set."""
+"""Metrics in transformers.Trainer's two steps: shrink the logits of a batch, then sum up over the set."""
 
 import math
 from typing import Any
@@ -7,23 +7,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .contract import IGNORE
+from .contract import IGNORE, Special
 
 
 def _logits(output: Any) -> Tensor:
-    return (
-        output[0] if isinstance(output, (tuple, list)) else output
-    )  # models may hand states on beside the logits
+    return output[0] if isinstance(output, (tuple, list)) else output  # states may come beside the logits
 
 
 class TokenScores:
-    """Logits (B, L, V) -> four sums a row: loss, tokens, right ones, bytes. Only labelled positions are computed."""
+    """Logits (B, L, V) -> four sums a row: loss, tokens, right ones, bytes; of labelled positions only."""
 
     def __init__(self, *, shift: bool, byte_lengths: np.ndarray | float | None = None):
         self.shift = shift
-        self.byte_lengths = (
-            byte_lengths if byte_lengths is None else torch.as_tensor(byte_lengths, dtype=torch.float32)
-        )
+        known = byte_lengths is not None
+        self.byte_lengths = torch.as_tensor(byte_lengths, dtype=torch.float32) if known else None
 
     def __call__(self, output: Any, labels: Tensor) -> Tensor:
         logits = _logits(output)
@@ -41,26 +38,17 @@ class TokenScores:
         return torch.zeros(len(labels), 4, device=values.device).index_add_(0, row, values)
 
 
-class LanguageMetrics:
-    """loss and perplexity per token, accuracy, and bits per byte where the bytes behind the tokens are known."""
-
-    def __init__(self, *, bits_per_byte: bool):
-        self.bits_per_byte = bits_per_byte
-
-    def __call__(self, prediction: Any) -> dict[str, float]:
-        loss, tokens, right, size = np.asarray(prediction.predictions, np.float64).sum(0)
-        if not tokens:
-            raise ValueError("no token of the evaluation set has a label")
-        mean = loss / tokens
-        found = {
-            "loss_per_token": mean,
-            "perplexity": math.exp(min(mean, 700)),
-            "accuracy": right / tokens,
-            "tokens": tokens,
-        }
-        if self.bits_per_byte and size:
-            found["bits_per_byte"] = loss / math.log(2) / size
-        return {name: float(value) for name, value in found.items()}
+def language_metrics(prediction: Any) -> dict[str, float]:
+    """loss and perplexity per token, accuracy, and bits per byte where the tokens' bytes are known."""
+    loss, tokens, right, size = np.asarray(prediction.predictions, np.float64).sum(0)
+    if not tokens:
+        raise ValueError("no token of the evaluation set has a label")
+    mean = loss / tokens
+    found = {"loss_per_token": mean, "perplexity": math.exp(min(mean, 700)), "accuracy": right / tokens}
+    found["tokens"] = tokens
+    if size:
+        found["bits_per_byte"] = loss / math.log(2) / size
+    return {name: float(value) for name, value in found.items()}
 
 
 def class_choice(output: Any, labels: Tensor) -> Tensor:
@@ -68,17 +56,21 @@ def class_choice(output: Any, labels: Tensor) -> Tensor:
     return _logits(output).argmax(-1)
 
 
-def classification(prediction: Any) -> dict[str, float]:
-    """accuracy, and F1: of class 1 where there are two classes, as GLUE reports it; else its mean over the classes seen."""
+def class_metrics(prediction: Any) -> dict[str, float]:
+    """accuracy, and F1: of class 1 where there are two, as GLUE reports it; else the mean of the classes."""
     chosen, labels = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
     seen = np.union1d(chosen, labels)
-    classes = [1] if seen.max() <= 1 else list(seen)
     scores = []
-    for c in classes:
+    for c in [1] if seen.max() <= 1 else seen:
         both = ((chosen == c) & (labels == c)).sum()
         total = (chosen == c).sum() + (labels == c).sum()
         scores.append(2 * both / total if total else 0.0)
     return {"accuracy": float((chosen == labels).mean()), "f1": float(np.mean(scores))}
+
+
+def majority(labels: np.ndarray) -> float:
+    """The accuracy of always choosing the most frequent class."""
+    return float(np.bincount(labels).max() / len(labels))
 
 
 FORCED = -1  # heads the rows that teacher forcing gave; generated rows begin with the start token
@@ -93,7 +85,7 @@ def token_choice(output: Any, labels: Tensor) -> Tensor:
 class Seq2SeqMetrics:
     """What depends on how predictions were made.
 
-    From teacher forcing: token_accuracy, and sequence_accuracy (every token right). From generation (`predict_with_generate`):
+    From teacher forcing: token_accuracy, and sequence_accuracy (every token right). From generation:
     sequence_accuracy, and BLEU and chrF of the decoded text where there is a tokenizer.
     """
 
@@ -103,12 +95,9 @@ class Seq2SeqMetrics:
     def __call__(self, prediction: Any) -> dict[str, float]:
         chosen, labels = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
         if (chosen[:, 0] == FORCED).all():
-            scored = labels != IGNORE
-            right = chosen[:, 1:] == labels
-            return {
-                "token_accuracy": float(right[scored].mean()),
-                "sequence_accuracy": float((right | ~scored).all(1).mean()),
-            }
+            scored, right = labels != IGNORE, chosen[:, 1:] == labels
+            whole = (right | ~scored).all(1)
+            return {"token_accuracy": float(right[scored].mean()), "sequence_accuracy": float(whole.mean())}
         made = [self._until_end(row[1:]) for row in chosen]
         wanted = [self._until_end(row) for row in labels]
         found = {"sequence_accuracy": float(np.mean([m == w for m, w in zip(made, wanted)]))}
@@ -116,8 +105,7 @@ class Seq2SeqMetrics:
             import sacrebleu
 
             said, meant = (
-                [self.tokenizer.decode(ids, skip_special_tokens=True) for ids in side]
-                for side in (made, wanted)
+                [self.tokenizer.decode(x, skip_special_tokens=True) for x in s] for s in (made, wanted)
             )
             found["bleu"] = sacrebleu.corpus_bleu(said, [meant]).score
             found["chrf"] = sacrebleu.corpus_chrf(said, [meant]).score
@@ -126,3 +114,33 @@ class Seq2SeqMetrics:
     def _until_end(self, row: np.ndarray) -> list[int]:
         stop = np.isin(row, (self.eos, self.pad, IGNORE))
         return row[: int(stop.argmax())].tolist() if stop.any() else row.tolist()
+
+
+# How a task of each kind is scored: four of its fields.
+
+
+def language_scores(*, shift: bool, metric: str, byte_lengths: Any = None) -> dict[str, Any]:
+    return {
+        "preprocess_logits_for_metrics": TokenScores(shift=shift, byte_lengths=byte_lengths),
+        "compute_metrics": language_metrics,
+        "metric": metric,
+        "greater_is_better": metric == "accuracy",
+    }
+
+
+def class_scores() -> dict[str, Any]:
+    return {
+        "preprocess_logits_for_metrics": class_choice,
+        "compute_metrics": class_metrics,
+        "metric": "accuracy",
+        "greater_is_better": True,
+    }
+
+
+def seq2seq_scores(special: Special, tokenizer: Any = None) -> dict[str, Any]:
+    return {
+        "preprocess_logits_for_metrics": token_choice,
+        "compute_metrics": Seq2SeqMetrics(eos=special.eos, pad=special.pad, tokenizer=tokenizer),
+        "metric": "sequence_accuracy",
+        "greater_is_better": True,
+    }

@@ -1,12 +1,9 @@
 """Documents packed into windows of one length, with no leak between them; sliding evaluation; masking.
 
-Where a document begins, `position_ids` begin again at 0: Hugging Face's own mark of packed batches. A model that honours it
-(or turns it into `cu_seqlens`) computes what it would on each document alone. No token is asked for from another document: the
-first of each has no label.
+Where a document begins, `position_ids` begin again at 0: Hugging Face's own mark of packed batches. A model
+that honours it (or turns it into `cu_seqlens`) computes what it would on each document alone. No token is
+asked for from another document: the first of each has no label.
 """
-
-from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,42 +12,36 @@ from torch import Tensor
 from .contract import IGNORE, Rows
 from .table import Table
 
+MASK, OTHER = 0.8, 0.1  # what becomes of hidden tokens: the mask, another token; the rest stay (BERT's rule)
+
 
 class Packed(Rows):
     """Windows of `length` tokens over a table's documents, end to end.
 
-    Without `stride` windows do not overlap and a last, shorter one is left out (unless it is the only one): training. With it
-    each begins `stride` later and labels only what no earlier window labelled, so every token is scored once, and all but the
-    first window's with at least `length - stride` tokens before it: sliding evaluation.
+    Without `stride` windows do not overlap and a last, shorter one is left out (unless it is the only one):
+    training. With it each begins `stride` later and labels only what no earlier window labelled, so every
+    token is scored once, and all but the first window's with at least `length - stride` tokens before it:
+    sliding evaluation.
     """
 
-    def __init__(
-        self,
-        table: Table,
-        *,
-        length: int,
-        stride: int | None = None,
-        isolate: bool = True,
-        column: str = "tokens",
-    ):
+    def __init__(self, table: Table, *, length: int, stride: int | None = None, isolate: bool = True):
         if length < 2:
             raise ValueError(f"length must be at least 2; got {length}")
         if stride is not None and not 0 < stride < length:
             raise ValueError(f"stride must lie in 1 ... length - 1 = {length - 1}; got {stride}")
-        self.table, self.length, self.isolate, self.column = table, length, isolate, column
+        self.table, self.length, self.isolate = table, length, isolate
         self.step, self.sliding = stride or length, stride is not None
-        total = len(table.flat(column))
+        total = len(table.values("tokens"))
         self.count = max(1, total // length) if stride is None else 1 + max(0, -(-(total - length) // stride))
 
     def __len__(self) -> int:
         return self.count
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < self.count:
-            raise IndexError(f"window {index} of {self.count}")
+        self.check(index)
         start = index * self.step
-        ids = self.table.flat(self.column)[start : start + self.length].astype(np.int64)
-        ends = self.table.ends(self.column)
+        ids = self.table.values("tokens")[start : start + self.length].astype(np.int64)
+        ends = self.table.ends("tokens")
         first, last = np.searchsorted(ends, [start, start + len(ids) - 1], side="right")
         begins = np.asarray(ends[first:last]) - start  # of the documents after the window's first
         labels = ids.copy()
@@ -61,18 +52,17 @@ class Packed(Rows):
         item = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
         if self.isolate:
             lengths = np.diff(begins, prepend=0, append=len(ids))
-            item["position_ids"] = torch.from_numpy(
-                np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
-            )
+            positions = np.arange(len(ids)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+            item["position_ids"] = torch.from_numpy(positions)
         return item
 
 
 class Masked(Rows):
-    """Another set's `input_ids` with tokens hidden, and labels where they are.
+    """Another set's `input_ids` with a `share` of the tokens hidden, and labels where they are.
 
-    Of the chosen 15% four fifths become the mask, a tenth another token, a tenth stay (BERT's rule). The choice depends on the
-    seed and the index only, so it is the same in any process and after any resume; training sets hold each sequence `copies`
-    times, differently masked, where collators that draw as they go would give a resumed run other masks.
+    The choice depends on the seed and the index only, so it is the same in any process and after any resume;
+    training sets hold each sequence `copies` times, differently masked, where collators that draw as they go
+    would give a resumed run other masks. With `joins` (tokens.Encoder.joins) whole words are hidden.
     """
 
     def __init__(
@@ -82,21 +72,14 @@ class Masked(Rows):
         content: np.ndarray,
         mask: int,
         seed: int,
+        share: float,
         copies: int = 1,
-        share: float = 0.15,
         joins: tuple[np.ndarray, np.ndarray] | None = None,
     ):
         if not 0 < share < 1:
             raise ValueError(f"share of masked tokens must lie in (0, 1); got {share}")
-        self.inner, self.mask, self.seed, self.copies, self.share, self.joins = (
-            inner,
-            mask,
-            seed,
-            copies,
-            share,
-            joins,
-        )
-        self.content = content
+        self.inner, self.content, self.mask, self.seed = inner, content, mask, seed
+        self.share, self.copies, self.joins = share, copies, joins
         self.is_content = np.zeros(int(content.max()) + 2, bool)
         self.is_content[content] = True
 
@@ -104,8 +87,7 @@ class Masked(Rows):
         return len(self.inner) * self.copies
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        if not 0 <= index < len(self):
-            raise IndexError(f"sequence {index} of {len(self)}")
+        self.check(index)
         item = self.inner[index % len(self.inner)]
         ids = item["input_ids"].numpy().copy()
         rng = np.random.default_rng((self.seed, index))
@@ -119,50 +101,15 @@ class Masked(Rows):
             chosen = open_ & (group == group[rng.choice(np.flatnonzero(open_))])
         labels = np.where(chosen, ids, IGNORE)
         fate = rng.random(len(ids))
-        ids[chosen & (fate < 0.8)] = self.mask
-        other = chosen & (fate >= 0.9)
+        ids[chosen & (fate < MASK)] = self.mask
+        other = chosen & (fate >= 1 - OTHER)
         ids[other] = rng.choice(self.content, int(other.sum()))
         kept = {name: value for name, value in item.items() if name == "position_ids"}
         return {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels), **kept}
 
 
-def pad(rows: Sequence[Tensor], value: int) -> Tensor:
-    """Rows of any length as one tensor, filled up with `value`."""
-    if all(len(row) == len(rows[0]) for row in rows):
-        return torch.stack(list(rows))
-    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)
-
-
-class WindowCollate:
-    """Windows to a batch. A shorter last window is filled up by a padding document of its own, so no mask is needed."""
-
-    def __init__(self, pad_id: int):
-        self.pad_id = pad_id
-
-    def __call__(self, items: list[dict[str, Any]]) -> dict[str, Tensor]:
-        batch = {
-            "input_ids": pad([item["input_ids"] for item in items], self.pad_id),
-            "labels": pad([item["labels"] for item in items], IGNORE),
-        }
-        if "position_ids" in items[0]:
-            length = batch["input_ids"].shape[1]
-            full = [
-                torch.cat([p, torch.arange(length - len(p))])
-                for p in (item["position_ids"] for item in items)
-            ]
-            batch["position_ids"] = torch.stack(full)
-        return batch
-
-
-def segment_ids(position_ids: Tensor) -> Tensor:
-    """(B, L) positions -> (B, L) number of the document within its row, from 0."""
-    starts = position_ids == 0
-    starts[:, 0] = False
-    return starts.cumsum(1)
-
-
 def cu_seqlens(position_ids: Tensor) -> Tensor:
-    """(B, L) positions -> where the documents begin in the batch laid end to end, (documents + 1,), the form kernels take."""
+    """(B, L) positions -> where documents begin in the batch laid end to end, as kernels take it."""
     starts = position_ids == 0
     starts[:, 0] = True
     total = torch.tensor([position_ids.numel()], device=position_ids.device)

@@ -1,14 +1,15 @@
-"""Pathfinder: do two discs lie on one dashed curve? Drawn from the parameters Long-Range Arena published for each size.
+"""Pathfinder: do two discs lie on one dashed curve? Drawn with Long-Range Arena's parameters for each size.
 
-Two curves of dashes, equally long, begin near one another; discs mark one's beginning and the end of the same curve (label 1)
-or of the other (label 0). Short curves distract. A curve goes on from its last dash with a random turn that is smaller the
-higher the continuity. Where no dash finds room the curves are taken back some way, and drawn again from there.
+Two curves of dashes, equally long, begin near one another; discs mark one's beginning and the end of the same
+curve (label 1) or of the other (label 0). Short curves distract. A curve goes on from its last dash with a
+random turn that is smaller the higher the continuity. Where no dash finds room the curves are taken back some
+way, and drawn again from there.
 
     |--dash--|..margin..o..margin..|--dash--|       o: the pivot about which the next dash turns
                                                     dashes of different curves keep two margins between them
 
-All drawings of a batch grow together in numpy, on the plane; pixels come last. The published generator works on a grid of
-pixels with libraries that are gone, so the images follow its parameters and are not its bytes.
+All drawings of a batch grow together in numpy, on the plane; pixels come last. The published generator works
+on a grid of pixels with libraries that are gone: the images follow its parameters and are not its bytes.
 """
 
 import itertools
@@ -17,21 +18,17 @@ import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .cache import prepared
-from .classification import task
-from .contract import Special, Task
-from .published import PUBLISHED
-from .source import SPLITS
-from .table import Table, Writer
+from .contract import SPLITS, Special, Task
+from .published import arena
 
 TURNS = 16  # directions, or places, a dash is chosen from
 PATIENCE = 10  # rounds a dash before a drawing is given up
 BATCH = 128
+FINE = 4  # cells along a pixel's side, by which it is told how far a shape covers it
 DIFFICULTY = {"easy": 6, "intermediate": 9, "hard": 14}  # dashes of a curve
 
 
@@ -49,18 +46,18 @@ class Drawing:
     continuity: float
     distractor_dashes: int  # of all distracting curves together
     contrast: float
-    dashes: int = 14  # of each curve; distracting ones have a third
+    dashes: int = DIFFICULTY["hard"]  # of each curve; distracting ones have a third
 
 
-_LARGE = Drawing(window=256, margins=(3,), padding=22, seed_distance=27, radius=5, dash=5, thickness=2, continuity=1.8,
-                 distractor_dashes=30, contrast=1.0)  # fmt: skip
+_LARGE = Drawing(window=256, margins=(3,), padding=22, seed_distance=27, radius=5, dash=5, thickness=2,
+                 continuity=1.8, distractor_dashes=30, contrast=1.0)  # fmt: skip
 DRAWINGS = {
-    32: Drawing(window=32, margins=(1,), padding=1, seed_distance=7, radius=1.5, dash=2, thickness=0.5, continuity=1.0,
-                distractor_dashes=20, contrast=1.5),
-    64: Drawing(window=64, margins=(1,), padding=1, seed_distance=12, radius=2.5, dash=5, thickness=1, continuity=1.8,
-                distractor_dashes=22, contrast=0.8),
-    128: Drawing(window=128, margins=(2, 3), padding=1, seed_distance=20, radius=3, dash=5, thickness=1.5, continuity=1.8,
-                 distractor_dashes=35, contrast=0.9),
+    32: Drawing(window=32, margins=(1,), padding=1, seed_distance=7, radius=1.5, dash=2, thickness=0.5,
+                continuity=1.0, distractor_dashes=20, contrast=1.5),
+    64: Drawing(window=64, margins=(1,), padding=1, seed_distance=12, radius=2.5, dash=5, thickness=1,
+                continuity=1.8, distractor_dashes=22, contrast=0.8),
+    128: Drawing(window=128, margins=(2, 3), padding=1, seed_distance=20, radius=3, dash=5, thickness=1.5,
+                 continuity=1.8, distractor_dashes=35, contrast=0.9),
     256: _LARGE,
     300: replace(_LARGE, window=300),
 }  # fmt: skip
@@ -68,117 +65,87 @@ DRAWINGS = {
 
 @dataclass
 class Sketches:
-    """B drawings on the plane. `dashes` (B, S, 2, 2): both ends of each, (x, y); a distractor that found no room is NaN."""
+    """B drawings on the plane."""
 
-    dashes: np.ndarray
+    dashes: np.ndarray  # (B, S, 2, 2): both ends of each, (x, y); a distractor that found no room is NaN
     discs: np.ndarray  # (B, 2, 2): their centres
     labels: np.ndarray  # (B,)
     margins: np.ndarray  # (B,)
-
-    def __getitem__(self, rows: Any) -> "Sketches":
-        return Sketches(self.dashes[rows], self.discs[rows], self.labels[rows], self.margins[rows])
 
 
 def _heading(angle: np.ndarray) -> np.ndarray:
     return np.stack([np.cos(angle), np.sin(angle)], -1)
 
 
-def _offsets(cells: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """Squared distances from a small grid, given by its x and y (n, 2, G), to segments a-b (n, 2): (n, G, G), rows are y."""
-    x, y = cells[:, 0, None, :] - a[:, 0, None, None], cells[:, 1, :, None] - a[:, 1, None, None]
-    dx, dy = (b - a)[:, 0, None, None], (b - a)[:, 1, None, None]
-    along = np.clip((x * dx + y * dy) / np.maximum(dx**2 + dy**2, 1e-12), 0, 1)
-    return (x - along * dx) ** 2 + (y - along * dy) ** 2
-
-
 class _Field:
-    """B drawings as they grow. `rows` are drawings' numbers; a dash has room if no earlier slot's is near, but its `last`."""
+    """B drawings as they grow: dashes in slots. `rows` are drawings' numbers."""
 
-    def __init__(self, drawing: Drawing, margins: np.ndarray, slots: int):
-        self.drawing, self.margins = drawing, margins
+    def __init__(self, rng: np.random.Generator, drawing: Drawing, margins: np.ndarray, slots: int):
+        self.rng, self.drawing, self.margins = rng, drawing, margins
         self.dashes = np.full((len(margins), slots, 2, 2), np.nan, np.float32)
 
-    def room(
-        self, rows: np.ndarray, slot: np.ndarray, last: np.ndarray, candidates: np.ndarray
-    ) -> np.ndarray:
-        """(n, K, 2, 2) dashes -> (n, K): inside the padding, and two margins and a thickness from the others.
+    def room(self, rows: np.ndarray, slot: np.ndarray, last: np.ndarray, dashes: np.ndarray) -> np.ndarray:
+        """(n, K, 2, 2) dashes -> (n, K): inside the padding, two margins and a thickness from all but `last`.
 
-        Distances are taken from points at most two pixels apart along the dash.
+        Only earlier slots count. Distances are taken from points at most two pixels apart along the dash.
         """
         low, high = self.drawing.padding, self.drawing.window - 1 - self.drawing.padding
-        inside = ((candidates >= low) & (candidates <= high)).all((-1, -2))
+        inside = ((dashes >= low) & (dashes <= high)).all((-1, -2))
         share = np.linspace(0, 1, math.ceil(self.drawing.dash / 2) + 1, dtype=np.float32)
-        x, y = (
-            candidates[:, :, 0, i, None] * (1 - share) + candidates[:, :, 1, i, None] * share for i in (0, 1)
-        )  # (n, K, P)
+        x, y = (dashes[:, :, 0, i, None] * (1 - share) + dashes[:, :, 1, i, None] * share for i in (0, 1))
         before = np.arange(int(slot.max(initial=0)))
         a, b = self.dashes[rows, : len(before), 0], self.dashes[rows, : len(before), 1]
         other = (before < slot[:, None]) & (before != last[:, None]) & ~np.isnan(a[..., 0])
-        (ax, ay), (dx, dy) = (
-            (v[:, None, None, :, 0], v[:, None, None, :, 1]) for v in (a, b - a)
-        )  # (n, 1, 1, S)
-        x, y = x[..., None] - ax, y[..., None] - ay
+        (ax, ay), (dx, dy) = ((v[:, None, None, :, 0], v[:, None, None, :, 1]) for v in (a, b - a))
+        x, y = x[..., None] - ax, y[..., None] - ay  # (n, K, points, earlier dashes)
         along = np.clip((x * dx + y * dy) / (dx * dx + dy * dy), 0, 1)
         apart = (x - along * dx) ** 2 + (y - along * dy) ** 2
         apart[np.broadcast_to(~other[:, None, None], apart.shape)] = np.inf
         clearance = 2 * self.margins[rows, None] + self.drawing.thickness
         return inside & (apart.min((2, 3), initial=np.inf) >= clearance**2)
 
-    def choose(
-        self,
-        rng: np.random.Generator,
-        rows: np.ndarray,
-        slot: np.ndarray,
-        last: np.ndarray,
-        ends: tuple[np.ndarray, np.ndarray],
-        weight: np.ndarray,
-    ) -> np.ndarray:
+    def choose(self, rows, slot, last, ends: tuple[np.ndarray, np.ndarray], weight: np.ndarray) -> np.ndarray:
         """Puts a dash that has room, drawn by `weight` (n, K), into `slot`; (n,) whether there was one."""
         candidates = np.stack(ends, -2).astype(np.float32)
-        chance = weight * self.room(rows, slot, last, candidates)
-        total = chance.cumsum(1)
-        drawn = (total > rng.random((len(rows), 1)) * total[:, -1:]).argmax(1)
+        total = (weight * self.room(rows, slot, last, candidates)).cumsum(1)
+        drawn = (total > self.rng.random((len(rows), 1)) * total[:, -1:]).argmax(1)
         self.dashes[rows, slot] = candidates[np.arange(len(rows)), drawn]
         return total[:, -1] > 1e-4  # published: with less the curve is at a dead end
 
-    def begin(
-        self, rng: np.random.Generator, rows: np.ndarray, slot: np.ndarray, places: np.ndarray
-    ) -> np.ndarray:
+    def begin(self, rows: np.ndarray, slot: np.ndarray, places: np.ndarray) -> np.ndarray:
         """The first dash of a curve, from one of the places (n, K, 2) in any direction."""
-        heading = _heading(rng.uniform(-math.pi, math.pi, places.shape[:2]))
+        heading = _heading(self.rng.uniform(-math.pi, math.pi, places.shape[:2]))
         ends = places, places + self.drawing.dash * heading
-        return self.choose(rng, rows, slot, np.full(len(rows), -1), ends, np.ones(places.shape[:2]))
+        return self.choose(rows, slot, np.full(len(rows), -1), ends, np.ones(places.shape[:2]))
 
-    def extend(
-        self, rng: np.random.Generator, rows: np.ndarray, slot: np.ndarray, last: np.ndarray
-    ) -> np.ndarray:
-        """The dash that goes on from that in `last`: of the turns with room, one in proportion to cos^2(continuity * turn)."""
+    def extend(self, rows: np.ndarray, slot: np.ndarray, last: np.ndarray) -> np.ndarray:
+        """The dash that goes on from that in `last`: turns are as likely as cos^2(continuity * turn)."""
         start, end = self.dashes[rows, last, 0], self.dashes[rows, last, 1]
         angle = np.arctan2(end[:, 1] - start[:, 1], end[:, 0] - start[:, 0])
         margin, limit = self.margins[rows, None], min(math.pi / 2 / self.drawing.continuity, math.pi)
-        turn = ((np.arange(TURNS) + rng.random((len(rows), 1))) / TURNS * 2 - 1) * limit
+        turn = ((np.arange(TURNS) + self.rng.random((len(rows), 1))) / TURNS * 2 - 1) * limit
         heading = _heading(angle[:, None] + turn)
         first = (end + margin * _heading(angle))[:, None] + margin[..., None] * heading
         weight = np.cos(self.drawing.continuity * turn) ** 2 / TURNS
-        return self.choose(rng, rows, slot, last, (first, first + self.drawing.dash * heading), weight)
+        return self.choose(rows, slot, last, (first, first + self.drawing.dash * heading), weight)
 
 
-def _curves(rng: np.random.Generator, field: _Field, size: int) -> np.ndarray:
-    """Draws the two long curves: curve 0 in even slots, curve 1 in odd ones. Returns the drawings in which both found room.
+def _curves(field: _Field, size: int) -> np.ndarray:
+    """Draws two long curves, 0 in even slots and 1 in odd ones; the drawings in which both found room.
 
-    They take turns, so neither finds the better places. At a dead end both are taken back by a random number of dashes.
+    They take turns, so neither finds the better places. At a dead end both are taken back some dashes.
     """
-    drawing, rows, zero = field.drawing, np.arange(size), np.zeros(size, int)
+    drawing, rng, rows, zero = field.drawing, field.rng, np.arange(size), np.zeros(size, int)
     edge = min(2 * drawing.seed_distance, drawing.window // 2 - 2)
-    begun = field.begin(rng, rows, zero, rng.uniform(edge, drawing.window - edge, (size, TURNS, 2)))
+    begun = field.begin(rows, zero, rng.uniform(edge, drawing.window - edge, (size, TURNS, 2)))
     around = drawing.seed_distance * _heading(rng.uniform(-math.pi, math.pi, (size, TURNS)))
-    begun &= field.begin(rng, rows, zero + 1, field.dashes[:, 0, None, 0] + around)
+    begun &= field.begin(rows, zero + 1, field.dashes[:, 0, None, 0] + around)
     slot, goal = np.where(begun, 2, -1), 2 * drawing.dashes
     for _ in range(PATIENCE * goal):
         rows = np.flatnonzero((slot >= 0) & (slot < goal))
         if not len(rows):
             break
-        found = field.extend(rng, rows, slot[rows], slot[rows] - 2)
+        found = field.extend(rows, slot[rows], slot[rows] - 2)
         slot[rows[found]] += 1
         bad = rows[~found]
         slot[bad] = np.maximum(slot[bad] - rng.geometric(0.2, len(bad)), 2)
@@ -188,63 +155,57 @@ def _curves(rng: np.random.Generator, field: _Field, size: int) -> np.ndarray:
 def sketch(rng: np.random.Generator, size: int, drawing: Drawing) -> Sketches:
     """`size` attempts at a drawing; those whose two long curves found room are returned."""
     third, long = drawing.dashes // 3, 2 * drawing.dashes
-    count = drawing.distractor_dashes // third
-    field = _Field(drawing, rng.choice(drawing.margins, size), long + count * third)
-    rows = _curves(rng, field, size)
-    for first in range(long, long + count * third, third):
-        slots = np.arange(first, first + third)[:, None].repeat(len(rows), 1)
-        whole = field.begin(rng, rows, slots[0], rng.uniform(0, drawing.window, (len(rows), TURNS, 2)))
+    slots = long + drawing.distractor_dashes // third * third
+    field = _Field(rng, drawing, rng.choice(drawing.margins, size), slots)
+    rows = _curves(field, size)
+    for first in range(long, slots, third):
+        slot = np.full(len(rows), first)
+        whole = field.begin(rows, slot, rng.uniform(0, drawing.window, (len(rows), TURNS, 2)))
         for step in range(1, third):
-            whole &= field.extend(rng, rows, slots[step], slots[step - 1])
+            whole &= field.extend(rows, slot + step, slot + step - 1)
         field.dashes[rows[~whole], first : first + third] = np.nan  # no room for all of it: left out
 
     labels, origin = rng.integers(2, size=(2, len(rows)))
-    dashes, end = field.dashes[rows], np.where(labels == 1, origin, 1 - origin)
-    one = np.arange(len(rows))
-    return Sketches(
-        dashes,
-        np.stack([dashes[one, origin, 0], dashes[one, long - 2 + end, 1]], 1),
-        labels,
-        field.margins[rows],
-    )
+    dashes, end, one = field.dashes[rows], np.where(labels == 1, origin, 1 - origin), np.arange(len(rows))
+    discs = np.stack([dashes[one, origin, 0], dashes[one, long - 2 + end, 1]], 1)
+    return Sketches(dashes, discs, labels, field.margins[rows])
 
 
 def render(sketches: Sketches, drawing: Drawing, size: int) -> np.ndarray:
-    """Pixels (B, size, size), uint8: every dash and disc as far as it covers each pixel, on a four times finer grid."""
-    fine, window = 4, drawing.window
-    count = len(sketches.labels)
-    canvas = np.zeros((count, window, window), np.float32)
-
-    def stamp(shapes: np.ndarray, radius: float, value: float) -> None:
-        """Draws segments (B, S, 2, 2) of half-width `radius`, each on the square around it; a disc is one without length."""
-        reach = math.ceil(drawing.dash / 2 + radius) + 1
-        row, slot = np.nonzero(~np.isnan(shapes[..., 0, 0]))
-        a, b = shapes[row, slot, 0], shapes[row, slot, 1]
-        corner = np.round((a + b) / 2).astype(int) - reach  # (n, 2), x and y
-        grid = ((np.arange((2 * reach + 1) * fine) + 0.5) / fine - 0.5).astype(
-            np.float32
-        )  # centres of the fine cells of a patch
-        near = _offsets(corner[..., None].astype(np.float32) + grid, a, b) <= radius**2
-        patch = (
-            near.reshape(len(a), 2 * reach + 1, fine, 2 * reach + 1, fine).mean((2, 4), dtype=np.float32)
-            * value
-        )
-        cell = np.arange(2 * reach + 1)
-        rows, columns = np.broadcast_arrays(
-            corner[:, 1, None, None] + cell[None, :, None], corner[:, 0, None, None] + cell[None, None, :]
-        )
-        shown = (rows >= 0) & (rows < window) & (columns >= 0) & (columns < window)
-        image = np.broadcast_to(row[:, None, None], rows.shape)
-        np.maximum.at(canvas, (image[shown], rows[shown], columns[shown]), patch[shown])
-
-    stamp(sketches.dashes, drawing.thickness / 2, drawing.contrast)
-    stamp(np.stack([sketches.discs, sketches.discs], 2), drawing.radius, 1.0)
-    if size != window:
-        canvas = _resize(canvas, size)
+    """Pixels (B, size, size), uint8: every dash and disc as far as it covers each pixel."""
+    canvas = np.zeros((len(sketches.labels), drawing.window, drawing.window), np.float32)
+    _stamp(canvas, sketches.dashes, drawing, drawing.thickness / 2, drawing.contrast)
+    _stamp(canvas, np.stack([sketches.discs, sketches.discs], 2), drawing, drawing.radius, 1.0)
+    if size != drawing.window:
+        canvas = _resized(canvas, size)
     return np.clip(canvas * 255 + 0.5, 0, 255).astype(np.uint8)
 
 
-def _resize(canvas: np.ndarray, size: int) -> np.ndarray:
+def _stamp(canvas: np.ndarray, shapes: np.ndarray, drawing: Drawing, radius: float, value: float) -> None:
+    """Draws segments (B, S, 2, 2) of half-width `radius`, each on the square around it."""
+    reach = math.ceil(drawing.dash / 2 + radius) + 1
+    side = 2 * reach + 1
+    row, slot = np.nonzero(~np.isnan(shapes[..., 0, 0]))
+    a, b = shapes[row, slot, 0], shapes[row, slot, 1]
+    corner = np.round((a + b) / 2).astype(int) - reach  # (n, 2), x and y
+    fine = ((np.arange(side * FINE) + 0.5) / FINE - 0.5).astype(np.float32)  # centres of a patch's cells
+    near = _squared_distances(corner[..., None].astype(np.float32) + fine, a, b) <= radius**2
+    patch = near.reshape(len(a), side, FINE, side, FINE).mean((2, 4), dtype=np.float32) * value
+    x, y = (corner[:, i, None] + np.arange(side) for i in (0, 1))
+    image, y, x = np.broadcast_arrays(row[:, None, None], y[:, :, None], x[:, None, :])
+    shown = (y >= 0) & (y < drawing.window) & (x >= 0) & (x < drawing.window)
+    np.maximum.at(canvas, (image[shown], y[shown], x[shown]), patch[shown])
+
+
+def _squared_distances(cells: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """From a small grid, given by its x and y (n, 2, G), to segments a-b (n, 2): (n, G, G), rows are y."""
+    x, y = cells[:, 0, None, :] - a[:, 0, None, None], cells[:, 1, :, None] - a[:, 1, None, None]
+    dx, dy = (b - a)[:, 0, None, None], (b - a)[:, 1, None, None]
+    along = np.clip((x * dx + y * dy) / np.maximum(dx**2 + dy**2, 1e-12), 0, 1)
+    return (x - along * dx) ** 2 + (y - along * dy) ** 2
+
+
+def _resized(canvas: np.ndarray, size: int) -> np.ndarray:
     """The mean of what falls into each of size x size cells."""
     edges = np.linspace(0, canvas.shape[1], size + 1)
     left, right = np.arange(canvas.shape[1]), np.arange(canvas.shape[1]) + 1
@@ -254,7 +215,7 @@ def _resize(canvas: np.ndarray, size: int) -> np.ndarray:
 
 
 def images(*, drawing: Drawing, size: int, seed: Sequence[int]) -> Iterator[tuple[np.ndarray, int]]:
-    """(pixels (size, size), label) without end. Batches have their own seeds: how many are drawn at once changes nothing."""
+    """(pixels (size, size), label) without end. Batches have their own seeds: workers change nothing."""
 
     def batch(number: int) -> tuple[np.ndarray, np.ndarray]:
         made = sketch(np.random.default_rng((*seed, number)), BATCH, drawing)
@@ -271,15 +232,6 @@ def images(*, drawing: Drawing, size: int, seed: Sequence[int]) -> Iterator[tupl
                 raise ValueError(f"no drawing of {drawing.dashes} dashes found room in {tried}")
 
 
-def _generate(folder: Path, *, drawing: Drawing, size: int, examples: Sequence[int], seed: int) -> None:
-    for number, (split, wanted) in enumerate(zip(SPLITS, examples, strict=True)):
-        with Writer(folder / split, arrays={"input_ids": "uint16"}, numbers={"labels": "int64"}) as writer:
-            for pixels, label in itertools.islice(
-                images(drawing=drawing, size=size, seed=(seed, 7, number)), wanted
-            ):
-                writer.add(input_ids=pixels.reshape(-1).astype(np.uint16) + Special.count, labels=label)
-
-
 def pathfinder(
     *,
     size: int = 32,
@@ -292,30 +244,24 @@ def pathfinder(
 ) -> Task:
     """Pathfinder at `size` x `size` (128 is Path-X); `difficulty` sets how many dashes a curve has.
 
-    Drawn at that size with the parameters published for it, or, with `drawing=300`, as the original 300 x 300 and scaled down.
+    Drawn at that size with the parameters published for it, or, with `drawing=300`, as the original
+    300 x 300 and scaled down.
     """
     if size not in DRAWINGS or (drawing or size) not in DRAWINGS:
-        raise ValueError(
-            f"size and drawing must be among {', '.join(map(str, DRAWINGS))}; got {size} and {drawing}"
-        )
+        known = ", ".join(map(str, DRAWINGS))
+        raise ValueError(f"size and drawing must be among {known}; got {size} and {drawing}")
     if difficulty not in DIFFICULTY:
         raise ValueError(f"difficulty must be one of {', '.join(DIFFICULTY)}; got {difficulty!r}")
     chosen = replace(DRAWINGS[drawing or size], dashes=DIFFICULTY[difficulty])
     chosen = chosen if continuity is None else replace(chosen, continuity=continuity)
-    settings = {"size": size, "drawing": asdict(chosen), "examples": list(examples), "seed": seed}
 
-    def make(draft: Path) -> None:
-        _generate(draft, drawing=chosen, size=size, examples=examples, seed=seed)
+    def rows() -> Iterator[tuple[str, dict[str, Any]]]:
+        for number, (split, wanted) in enumerate(zip(SPLITS, examples, strict=True)):
+            drawn = images(drawing=chosen, size=size, seed=(seed, 7, number))
+            for pixels, label in itertools.islice(drawn, wanted):
+                ids = pixels.reshape(-1).astype(np.uint16) + Special.count
+                yield split, {"input_ids": ids, "labels": label}
 
-    folder = prepared("pathfinder", make, cache=cache, **settings)
-    sets = {split: Table(folder / split) for split in SPLITS}
-    published = replace(PUBLISHED["pathfinder"], length=size * size)
-    return task(
-        name="pathfinder",
-        sets=sets,
-        vocab_size=Special.count + 256,
-        length=size * size,
-        labels=("apart", "joined"),
-        published=published,
-        settings=settings,
-    )
+    settings = {"drawing": asdict(chosen), "size": size, "examples": list(examples), "seed": seed}
+    labels = ("apart", "joined")
+    return arena("pathfinder", rows, values=256, length=size**2, labels=labels, cache=cache, **settings)

@@ -1,30 +1,14 @@
-"""Self-pretraining: a classification task's own inputs, to be restored where they are hidden, before they are classified."""
+"""Self-pretraining: a classification task's own inputs, to be restored where they are hidden."""
 
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
-from .contract import IGNORE, Rows, Task
-from .metrics import LanguageMetrics, TokenScores
-from .packing import Masked, pad
-
-
-class Collate:
-    """Masked sequences to a batch, padded to its longest."""
-
-    def __init__(self, pad_id: int):
-        self.pad_id = pad_id
-
-    def __call__(self, items: list[dict[str, Any]]) -> dict[str, Tensor]:
-        rows = [item["input_ids"] for item in items]
-        return {
-            "input_ids": pad(rows, self.pad_id),
-            "attention_mask": pad([torch.ones_like(row) for row in rows], 0),
-            "labels": pad([item["labels"] for item in items], IGNORE),
-        }
+from .collate import Collate
+from .contract import SPLITS, Rows, Task
+from .metrics import language_scores
+from .packing import Masked
 
 
 class Singles(Rows):
@@ -41,33 +25,37 @@ class Singles(Rows):
         return {"input_ids": row["pair_input_ids" if index % 2 else "input_ids"]}
 
 
-def masked(task: Task, *, share: float, copies: int, seed: int) -> Task:
-    """`task` as masked modelling; see packing.Masked."""
+def pretraining(task: Task, *, share: float = 0.15, copies: int = 10, seed: int = 0) -> Task:
+    """The masked-lm task over a classification task's own inputs, vocabulary and lengths (packing.Masked)."""
     if "classification" not in task.kind:
         raise ValueError(f"self-pretraining takes a classification task; {task.name!r} is {task.kind}")
     special = task.special
-    roles = (special.pad, special.bos, special.eos, special.sep, special.mask)
-    content = np.setdiff1d(
-        np.arange(task.vocab_size), task.tokenizer.all_special_ids if task.tokenizer else roles
-    )
+    reserved = (special.pad, special.bos, special.eos, special.sep, special.mask)
+    if task.tokenizer is not None:
+        reserved = task.tokenizer.all_special_ids
+    hide: dict[str, Any] = {
+        "content": np.setdiff1d(np.arange(task.vocab_size), reserved),
+        "mask": special.mask,
+    }
+    hide |= {"seed": seed, "share": share}
 
-    def hide(rows: Rows, copies: int) -> Masked:
+    def masked(split: str) -> Masked:
+        rows = getattr(task, split)
         rows = Singles(rows) if task.kind == "pair-classification" else rows
-        return Masked(rows, content=content, mask=special.mask, seed=seed, copies=copies, share=share)
+        return Masked(rows, copies=copies if split == "train" else 1, **hide)
 
-    return replace(
-        task,
+    sets: dict[str, Any] = {split: masked(split) for split in SPLITS}
+    return Task(
         name=f"{task.name}-pretraining",
         kind="masked-lm",
-        train=hide(task.train, copies),
-        validation=hide(task.validation, 1),
-        test=hide(task.test, 1),
+        **sets,
+        **language_scores(shift=False, metric="loss_per_token"),
         collate=Collate(special.pad),
-        preprocess_logits_for_metrics=TokenScores(shift=False),
-        compute_metrics=LanguageMetrics(bits_per_byte=False),
-        metric="loss_per_token",
-        greater_is_better=False,
-        num_labels=None,
-        labels=(),
+        vocab_size=task.vocab_size,
+        max_length=task.max_length,
+        special=special,
+        tokenizer=task.tokenizer,
+        published=task.published,
+        fingerprint=task.fingerprint,
         settings={**task.settings, "share": share, "copies": copies, "pretraining_seed": seed},
     )

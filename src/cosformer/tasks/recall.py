@@ -1,30 +1,28 @@
-"""Remembering exactly: `recall`, multi-query associative recall, known to be hard for linear attention; the toy `copy`."""
+"""Remembering exactly: `recall`, many associations, hard for linear attention; the toy `copy`."""
 
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from .contract import IGNORE, Special, Task
-from .metrics import LanguageMetrics, TokenScores
-from .packing import WindowCollate
-from .source import SPLITS
+from .cache import hashed
+from .collate import Collate
+from .contract import IGNORE, SPLITS, Special, Task
+from .metrics import language_scores
 from .table import Arrays
 
 
-def _task(name: str, sets: dict[str, Any], *, vocab_size: int, length: int, settings: dict[str, Any]) -> Task:
+def _task(name: str, sets: dict[str, Any], **fields: Any) -> Task:
+    scores = language_scores(shift=True, metric="accuracy")
+    collate = Collate(Special.pad, packed=True)
     return Task(
         name=name,
         kind="causal-lm",
-        collate=WindowCollate(Special.pad),
-        preprocess_logits_for_metrics=TokenScores(shift=True),
-        compute_metrics=LanguageMetrics(bits_per_byte=False),
-        metric="accuracy",
-        greater_is_better=True,
-        vocab_size=vocab_size,
-        max_length=length,
-        settings=settings,
+        collate=collate,
+        fingerprint=hashed(name, fields["settings"]),
         **sets,
+        **scores,
+        **fields,
     )
 
 
@@ -48,12 +46,13 @@ def associations(
     vocabulary: int,
     power: float,
     blank: bool,
-) -> dict[str, np.ndarray]:
-    """`size` rows of (input_ids, labels): keys and values in turn, then every key once more; its value is asked for.
+) -> Arrays:
+    """`size` rows: keys and values in turn, then every key once more, after which its value is asked for.
 
-        key value key value ...   .  .  key  .  .  .  key  .        labels only where a value is due, one after its key
+        key value key value ...   .  .  key  .  .  .  key  .        labels only where a value is due
 
-    Distances to the second mention follow a power law, as bigrams do in text. What lies between is random, or `blank`.
+    Distances to the second mention follow a power law, as bigrams do in text. What lies between is random,
+    or `blank`.
     """
     keys = _distinct(rng, 1, vocabulary // 2, (size, pairs))
     values = _distinct(rng, vocabulary // 2, vocabulary, (size, pairs))
@@ -68,7 +67,7 @@ def associations(
     labels = np.full((size, length), IGNORE)
     np.put_along_axis(inputs, query, keys, 1)
     np.put_along_axis(labels, query + 1, values, 1)
-    return {"input_ids": inputs.astype(np.int32), "labels": labels.astype(np.int32)}
+    return Arrays(input_ids=inputs.astype(np.int32), labels=labels.astype(np.int32))
 
 
 def recall(
@@ -81,43 +80,32 @@ def recall(
     examples: Sequence[int] = (100_000, 3_000, 3_000),
     seed: int = 0,
 ) -> Task:
-    """Multi-query associative recall (Arora et al. 2023, Zoology); `pairs` is an eighth of the length if None."""
+    """Multi-query associative recall (Arora et al. 2023, Zoology); `pairs` None: an eighth of `length`."""
     pairs = length // 8 if pairs is None else pairs
     if length % 2 or pairs < 1 or 4 * pairs > length:
         raise ValueError(f"length must be even and at least 4 * pairs; got length={length}, pairs={pairs}")
     if vocabulary // 2 - 1 < pairs:
         raise ValueError(f"vocabulary={vocabulary} has fewer than pairs={pairs} keys")
-    sizes: dict[str, Any] = {
-        "length": length,
-        "pairs": pairs,
-        "vocabulary": vocabulary,
-        "power": power,
-        "blank": blank,
-    }
-    sets = {}
+    shape = {"length": length, "pairs": pairs, "vocabulary": vocabulary}
+    sets: dict[str, Any] = {}
     for number, (split, size) in enumerate(zip(SPLITS, examples, strict=True)):
-        sets[split] = Arrays(**associations(np.random.default_rng((seed, 4, number)), size, **sizes))
-    return _task(
-        "recall",
-        sets,
-        vocab_size=vocabulary,
-        length=length,
-        settings={**sizes, "examples": list(examples), "seed": seed},
-    )
+        rng = np.random.default_rng((seed, 4, number))
+        sets[split] = associations(rng, size, power=power, blank=blank, **shape)
+    settings = {**shape, "power": power, "blank": blank, "examples": list(examples), "seed": seed}
+    return _task("recall", sets, vocab_size=vocabulary, max_length=length, settings=settings)
 
 
 def copy(
     *, length: int = 32, symbols: int = 16, examples: Sequence[int] = (20_000, 500, 500), seed: int = 0
 ) -> Task:
-    """Toy: random symbols, a separator, the same symbols again. `length` counts all; only the second half is asked for."""
+    """Toy: random symbols, a separator, the same symbols again, which are asked for. `length` counts all."""
     if length < 4 or length % 2:
         raise ValueError(f"length must be even and at least 4; got {length}")
-    half, sets = length // 2 - 1, {}
-    for number, (split, size) in enumerate(zip(SPLITS, examples, strict=True)):
-        rng = np.random.default_rng((seed, 5, number))
-        said = rng.integers(Special.count, Special.count + symbols, (size, half))
-        inputs = np.c_[np.full(size, Special.bos), said, np.full(size, Special.sep), said]
+    half, sets, size = length // 2 - 1, {}, Special.count + symbols
+    for number, (split, count) in enumerate(zip(SPLITS, examples, strict=True)):
+        said = np.random.default_rng((seed, 5, number)).integers(Special.count, size, (count, half))
+        inputs = np.c_[np.full(count, Special.bos), said, np.full(count, Special.sep), said]
         labels = np.where(np.arange(length) > half + 1, inputs, IGNORE)
         sets[split] = Arrays(input_ids=inputs, labels=labels)
     settings = {"length": length, "symbols": symbols, "examples": list(examples), "seed": seed}
-    return _task("copy", sets, vocab_size=Special.count + symbols, length=length, settings=settings)
+    return _task("copy", sets, vocab_size=size, max_length=length, settings=settings)

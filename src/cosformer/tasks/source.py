@@ -1,44 +1,35 @@
-"""Reads what a user points at: text, CSV, TSV, JSONL (plain, .gz or .xz), a folder of these, or a saved Hugging Face dataset.
+"""The records of what a user points at, in splits: CSV, TSV, JSONL, folders of these, saved datasets.
 
-Everything streams, and whatever is wrong is said with file and line. TSV has no quoting, as GLUE, IMDB and Long-Range Arena
-publish it; CSV has the usual one. The standard csv and json modules parse, because they know the line they are on.
+Everything streams, and whatever is wrong is said with file and line. TSV has no quoting, as GLUE, IMDB and
+Long-Range Arena publish it; CSV has the usual one. The standard csv and json modules parse, because they know
+the line they are on. The parsers behind Hugging Face's datasets do not, and read NA, or a short row, as None.
 """
 
-import codecs
 import csv
-import gzip
 import json
-import lzma
 import re
 import sys
-import zlib
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+import sysconfig
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, TypeVar
 
 import numpy as np
 
-from .cache import digest
+from .cache import digest, hashed
+from .contract import SPLITS, DataError, listed, shown
+from .reading import BadRows, form, lines
 
-SPLITS = ("train", "validation", "test")
 SPLIT_WORDS = {
-    "train": ("train", "training"),
-    "validation": ("valid", "validation", "val", "dev", "eval"),
-    "test": ("test", "testing"),
+    "train": {"train", "training"},
+    "validation": {"valid", "validation", "val", "dev", "eval"},
+    "test": {"test", "testing"},
 }
+NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "lib2to3"}
 TABLES = (".csv", ".tsv", ".jsonl")
-PACKED: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
-PIECE = 1 << 18  # bytes read at once
-
-
-class DataError(ValueError):
-    """What is wrong with the data, and where: `path:line: what`."""
-
-    def __init__(self, what: str, *, path: Any = None, line: int | None = None):
-        where = "" if path is None else f"{path}: " if line is None else f"{path}:{line}: "
-        super().__init__(where + what)
+Used = TypeVar("Used")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +43,40 @@ class Row:
     def error(self, what: str) -> DataError:
         return DataError(what, path=self.path, line=self.line)
 
-    def text(self, column: str) -> str:
-        value = self.fields[column]
+    def column(self, asked: str | None, usual: Sequence[str], *, argument: str) -> str:
+        """The column to use: the one asked for, or the first of the usual names."""
+        known = usual if asked is None else (asked,)
+        lowered = {name.lower(): name for name in self.fields}
+        for name in known:
+            if name in self.fields or name.lower() in lowered:
+                return name if name in self.fields else lowered[name.lower()]
+        raise self.error(f"no column named {' or '.join(known)}; {_found(self.fields, argument)}")
+
+    def text(self, asked: str | None, usual: Sequence[str] = (), *, argument: str = "text") -> str:
+        """The text of a column; see `column`."""
+        name = self.column(asked, usual, argument=argument)
+        value = self.fields[name]
         if not isinstance(value, str) or not value.strip():
-            raise self.error(f"column {column!r} must hold text; got {value!r}")
+            raise self.error(f"column {name!r} must hold text; got {shown(value)}")
         return value
 
 
-def form(path: Path) -> str:
-    """The suffix that says how to read a file, without its compression: '.csv', '.tsv', '.jsonl', or another for text."""
-    return Path(path.stem).suffix.lower() if path.suffix.lower() in PACKED else path.suffix.lower()
+def _found(names: Collection[str], argument: str) -> str:
+    """What a table has instead of the column looked for, and what a user may do about it."""
+    first = next(iter(names), "")
+    if len(names) == 1 and (mark := next((mark for mark in ";|\t" if mark in first), None)):
+        return f"the header {shown(first)} has no comma but {mark!r}: save the table with commas, or as .tsv"
+    if any(name.strip("-.").replace(".", "").isdigit() or len(name) > 40 for name in names):
+        hint = f"the first line ({listed(names)}) looks like data. Name its {len(names)} columns"
+        return f"{hint}: --set task.columns={','.join(['label', 'text', 'other', '...'][: len(names)])}"
+    return f"found {listed(names)}. Name it: --set task.{argument}=COLUMN"
 
 
-def is_saved_dataset(path: Path) -> bool:
+def is_saved_dataset(data: Any) -> bool:
     """Whether `datasets.Dataset.save_to_disk` made this folder."""
+    if data is None:
+        return False
+    path = locate(data)
     return (path / "dataset_dict.json").is_file() or (path / "state.json").is_file()
 
 
@@ -77,118 +88,65 @@ def locate(data: Any) -> Path:
     return path
 
 
-def files(data: Any) -> dict[str, list[Path]]:
-    """The files of each split, by words in their names (`train.txt`, `x_val.tsv`, `test/...`); {"all": [...]} if none says.
+def standard_library() -> list[Path]:
+    """The Python standard library's source, without its tests and what the build left in _*.py."""
+    home = Path(sysconfig.get_paths()["stdlib"])
+    named = (p for p in home.rglob("[!_]*.py") if not NOT_LIBRARY & set(p.relative_to(home).parts))
+    found = sorted(p for p in named if p.stat().st_size)
+    if not found:
+        version = ".".join(map(str, sys.version_info[:2]))
+        raise DataError(f"Python {version} has no library source in {home}; give --data")
+    return found
 
-    Hidden files are left out, and so are files that name no split when others do. A folder called as a split has all that is in it.
+
+def files(data: Any) -> dict[str, list[Path]]:
+    """The files of each split, by words in their names (`train.txt`, `x_val.tsv`, `test/...`), or of "all".
+
+    Hidden files are left out, and so are files that name no split when others do. A folder called as a split
+    has all that is in it. Without data it is the standard library.
     """
+    if data is None:
+        return {"all": standard_library()}
     path = locate(data)
     if path.is_file():
         return {"all": [path]}
-    found = sorted(
-        p
-        for p in path.rglob("*")
-        if p.is_file() and not any(part[0] == "." for part in p.relative_to(path).parts)
-    )
-    if not found:
+    found = {p.relative_to(path): p for p in sorted(path.rglob("*")) if p.is_file()}
+    named = {p: _splits_of(name) for name, p in found.items() if not any(x[0] == "." for x in name.parts)}
+    if not named:
         raise DataError("the folder holds no files", path=path)
-    splits: dict[str, list[Path]] = {}
-    unclear: list[tuple[Path, list[str]]] = []
-    for file in found:
-        name = file.relative_to(path)
-        folders = [
-            split for split in SPLITS for folder in name.parts[:-1] if folder.lower() in SPLIT_WORDS[split]
-        ]
-        words = set(re.split(r"[^a-z]+", str(name).lower()))
-        named = folders[:1] or [split for split in SPLITS if words & set(SPLIT_WORDS[split])]
-        if len(named) > 1:
-            unclear.append((file, named))
-        elif named:
-            splits.setdefault(named[0], []).append(file)
-    if "train" not in splits:
-        return {"all": found}
-    if unclear:
-        file, named = unclear[0]
-        raise DataError(
-            f"the name says {' and '.join(named)}; rename it, so that it is one of them", path=file
-        )
-    return splits
+    if ["train"] not in named.values():
+        return {"all": list(named)}
+    for file, splits in named.items():
+        if len(splits) > 1:
+            said = " and ".join(splits)
+            raise DataError(f"the name says {said}; rename it, so that it is one of them", path=file)
+    members = {split: [file for file, splits in named.items() if splits == [split]] for split in SPLITS}
+    return {split: mine for split, mine in members.items() if mine}
 
 
-def fingerprint(data: Any) -> list[list[str]]:
-    """What the data is, for the cache: every file's split and content."""
-    path = locate(data)
-    if path.is_dir() and is_saved_dataset(path):
-        return [
-            ["saved", str(p.relative_to(path)), digest(p)] for p in sorted(path.rglob("*")) if p.is_file()
-        ]
-    return [[split, form(file), digest(file)] for split, members in files(path).items() for file in members]
+def _splits_of(name: Path) -> list[str]:
+    """The splits that a file's name speaks of; a folder's name decides."""
+    folders = {folder.lower() for folder in name.parts[:-1]}
+    if inside := [split for split in SPLITS if folders & SPLIT_WORDS[split]]:
+        return inside[:1]
+    words = set(re.split(r"[^a-z]+", str(name).lower()))
+    return [split for split in SPLITS if words & SPLIT_WORDS[split]]
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
-    """The file's bytes, unpacked; damage in the packing is a DataError."""
-    try:
-        with PACKED.get(path.suffix.lower(), open)(path, "rb") as file:
-            yield file
-    except (EOFError, lzma.LZMAError, gzip.BadGzipFile, zlib.error) as error:
-        raise DataError(f"damaged {path.suffix} file: {error}", path=path) from None
+def _tsv(path: Path, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
+    return ((number, line.split("\t")) for number, line in lines(path, bad) if line)
 
 
-def undecodable(error: UnicodeDecodeError, *, path: Path, line: int) -> DataError:
-    """Says which byte, on which line, is not UTF-8."""
-    hint = (
-        " (UTF-16 by its first bytes)"
-        if error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-        else ""
-    )
-    line += error.object[: error.start].count(b"\n")
-    return DataError(
-        f"byte 0x{error.object[error.start]:02x} is not UTF-8{hint}; only UTF-8 is read", path=path, line=line
-    )
-
-
-def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The numbered lines of a file, without their ends."""
-    with opened(path) as file:
-        for number, raw in enumerate(file, 1):
-            try:
-                line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
-            except UnicodeDecodeError as error:
-                raise undecodable(error, path=path, line=number) from None
-            yield number, line.rstrip("\r\n")
-
-
-def pieces(path: Path) -> Iterator[str]:
-    """The text of a file in pieces: `PIECE` bytes and the rest of the line, as far as another `PIECE` reaches."""
-    decoder, line = codecs.getincrementaldecoder("utf-8-sig")(), 1
-    with opened(path) as file:
-        while block := file.read(PIECE):
-            block += file.readline(PIECE)
-            try:
-                text = decoder.decode(block)
-            except UnicodeDecodeError as error:
-                raise undecodable(error, path=path, line=line) from None
-            line += block.count(b"\n")
-            yield text
-    try:
-        decoder.decode(b"", final=True)
-    except UnicodeDecodeError as error:
-        raise undecodable(error, path=path, line=line) from None
-
-
-def _tsv(path: Path) -> Iterator[tuple[int, list[str]]]:
-    return ((number, line.split("\t")) for number, line in lines(path) if line)
-
-
-def _csv(path: Path) -> Iterator[tuple[int, list[str]]]:
+def _csv(path: Path, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
     csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a field may be a whole document
-    start, reader = 1, csv.reader((line + "\n" for _, line in lines(path)), strict=True)
+    start, reader = 1, csv.reader((line + "\n" for _, line in lines(path, bad)), strict=True)
     while True:
         try:
             record = next(reader, None)
         except csv.Error as error:
-            raise DataError(f"not CSV: {error}", path=path, line=start) from None
+            record = []
+            for line in range(start, reader.line_num + 1):  # an open quote takes many lines with it
+                bad(DataError(f"not CSV: {error}", path=path, line=line))
         if record is None:
             return
         if record:
@@ -196,145 +154,147 @@ def _csv(path: Path) -> Iterator[tuple[int, list[str]]]:
         start = reader.line_num + 1
 
 
-def _jsonl(path: Path) -> Iterator[Row]:
-    for number, line in lines(path):
+def _jsonl(path: Path, bad: BadRows) -> Iterator[Row]:
+    for number, line in lines(path, bad):
         if not line.strip():
             continue
         try:
             fields = json.loads(line)
         except json.JSONDecodeError as error:
-            raise DataError(
-                f"not JSON: {error.msg} at column {error.colno}", path=path, line=number
-            ) from None
-        if not isinstance(fields, dict):
-            raise DataError(f"expected a JSON object, got {type(fields).__name__}", path=path, line=number)
-        yield Row(path, number, fields)
+            what = f"not JSON: {error.msg} at column {error.colno}"
+            bad(DataError(what, path=path, line=number))
+            continue
+        if isinstance(fields, dict):
+            yield Row(path, number, fields)
+        else:
+            what = f"expected a JSON object, got {type(fields).__name__}"
+            bad(DataError(what, path=path, line=number))
 
 
-def rows(path: Path, *, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """The records of a CSV, TSV or JSONL file. `columns` names the fields of a file whose first line is data already."""
-    if form(path) not in TABLES:
-        raise DataError(f"expected one of {', '.join(TABLES)} (also .gz, .xz), got {path.name!r}", path=path)
-    if form(path) == ".jsonl":
-        records = _jsonl(path)
-    else:
-        records = _records(path, _csv(path) if form(path) == ".csv" else _tsv(path), columns)
-    empty = True
-    for record in records:
-        empty = False
-        yield record
-    if empty:
-        raise DataError("no rows", path=path)
-
-
-def _records(
-    path: Path, split_lines: Iterator[tuple[int, list[str]]], columns: Sequence[str] | None
-) -> Iterator[Row]:
-    for number, fields in split_lines:
+def _records(path: Path, columns: Sequence[str] | None, bad: BadRows) -> Iterator[Row]:
+    for number, fields in _csv(path, bad) if form(path) == ".csv" else _tsv(path, bad):
         if columns is None:
             columns = [field.strip() for field in fields]
             if len(set(columns)) < len(columns):
-                raise DataError(f"a column is named twice in {columns}", path=path, line=number)
-            continue
-        if len(fields) != len(columns):
-            raise DataError(
-                f"expected {len(columns)} fields ({', '.join(columns)}), got {len(fields)}",
-                path=path,
-                line=number,
-            )
-        yield Row(path, number, dict(zip(columns, fields)))
+                raise DataError(f"a column is named twice in {listed(columns)}", path=path, line=number)
+        elif len(fields) == len(columns):
+            yield Row(path, number, dict(zip(columns, fields)))
+        else:
+            what = f"expected {len(columns)} fields ({listed(columns)}), got {len(fields)}"
+            bad(DataError(what, path=path, line=number))
 
 
-def tables(data: Any, *, columns: Sequence[str] | None = None) -> dict[str, Iterable[Row]]:
-    """The records of each split of `data`; {"all": ...} where nothing says which split."""
-    path = locate(data)
-    if path.is_dir() and is_saved_dataset(path):
-        return {split: _Saved(path, part) for split, part in saved(path).items()}
-    return {split: _Files(members, columns) for split, members in files(path).items()}
+def rows(path: Path, *, columns: Sequence[str] | None = None, bad: BadRows) -> Iterator[Row]:
+    """The records of a CSV, TSV or JSONL file. `columns` names the fields of a file without a header."""
+    if form(path) not in TABLES:
+        raise DataError(f"expected one of {', '.join(TABLES)} (also .gz, .xz), got {path.name!r}", path=path)
+    records = _jsonl(path, bad) if form(path) == ".jsonl" else _records(path, columns, bad)
+    first = next(records, None)
+    if first is None:
+        raise DataError("no rows", path=path)
+    yield first
+    yield from records
 
 
-@dataclass(frozen=True)
-class _Files:
-    """The rows of several files; iterating again reads again."""
-
-    paths: list[Path]
-    columns: Sequence[str] | None
-
-    def __iter__(self) -> Iterator[Row]:
-        for path in self.paths:
-            yield from rows(path, columns=self.columns)
-
-
-@dataclass(frozen=True)
-class _Saved:
-    """The rows of a saved Hugging Face dataset; the row's number is its line."""
-
-    path: Path
-    part: Any
-
-    def __iter__(self) -> Iterator[Row]:
-        return (Row(self.path, number, fields) for number, fields in enumerate(self.part, 1))
-
-
-def saved(path: Path) -> dict[str, Any]:
-    """The splits of a folder that `save_to_disk` made, under our names."""
+def saved(path: Path) -> dict[str, Iterable[Row]]:
+    """The splits of a folder that `save_to_disk` made, under our names; a row's number is its line."""
     import datasets
 
     loaded = datasets.load_from_disk(str(path))
-    if not isinstance(loaded, datasets.DatasetDict):
-        return {"all": loaded}
-    splits = {ours: loaded[name] for ours, names in SPLIT_WORDS.items() for name in names if name in loaded}
-    if "train" not in splits:
-        raise DataError(f"no split named train; found {', '.join(loaded)}", path=path)
-    return splits
-
-
-def column(row: Row, asked: str | None, known: Sequence[str], *, argument: str) -> str:
-    """The column to use: the one asked for, or the first of the usual names; the error lists what is there."""
-    if asked is not None:
-        known = (asked,)
-    lowered = {name.lower(): name for name in row.fields}
-    for name in known:
-        if name in row.fields or name.lower() in lowered:
-            return name if name in row.fields else lowered[name.lower()]
-    raise row.error(
-        f"no column named {' or '.join(known)}; found {', '.join(map(str, row.fields))}. Pass {argument}=..., "
-        "or columns=... to name the columns of a file without a header"
-    )
+    parts = {"all": loaded}
+    if isinstance(loaded, datasets.DatasetDict):
+        parts = {ours: loaded[name] for ours in SPLITS for name in loaded if name in SPLIT_WORDS[ours]}
+        if "train" not in parts:
+            raise DataError(f"no split named train; found {', '.join(loaded)}", path=path)
+    return {
+        split: (Row(path, number, fields) for number, fields in enumerate(part, 1))
+        for split, part in parts.items()
+    }
 
 
 class Holdout:
-    """Which split the n-th record goes to where the data does not say: one in every `1 / share` for validation, one for test.
+    """Which split the n-th record of a part goes to, where the data does not name all splits.
 
-    Exact in every block of `1 / share` records, random within it, and needs no count beforehand.
+    One in every `1 / share` records is held out for validation, one for test: exact in every block of so
+    many, random within it, and no count is needed beforehand. Without a share every part keeps its own.
     """
 
-    def __init__(self, *, share: float, seed: int):
-        if not 0 < share <= 1 / 3:
+    def __init__(self, parts: Iterable[str], *, share: float | None, seed: int):
+        if share is not None and not 0 < share <= 1 / 3:
             raise ValueError(f"holdout must lie in (0, 1/3]; got {share}")
-        self.block, self.seed = round(1 / share), seed
-        self._number, self._chosen = -1, (0, 0)
+        self.missing = [split for split in SPLITS if split not in parts] if share else []
+        self.share, self.block, self.seed = share or 0.0, round(1 / (share or 1)), seed
+        self._number = -1
+        self._chosen: dict[int, str] = {}
 
-    def __call__(self, index: int) -> str:
+    def __call__(self, part: str, index: int) -> str:
+        if not self.missing or part not in ("all", "train"):
+            return part
         if index // self.block != self._number:
             self._number = index // self.block
             rng = np.random.default_rng((self.seed, self._number))
-            self._chosen = tuple(rng.choice(self.block, 2, replace=False))
-        place = index % self.block
-        return "validation" if place == self._chosen[0] else "test" if place == self._chosen[1] else "train"
+            self._chosen = dict(zip(rng.choice(self.block, 2, replace=False).tolist(), SPLITS[1:]))
+        split = self._chosen.get(index % self.block, "train")
+        return split if split in self.missing else "train"
 
 
-def split_rows(
-    parts: dict[str, Iterable[Row]], *, holdout: float | None, seed: int
-) -> Iterator[tuple[str, Row]]:
-    """Every record with its split: the data's own where it names them, else held out from what there is (None: nothing is)."""
-    if holdout is None and "all" in parts:
-        raise DataError("expected a folder with files named train and test")
-    missing = [split for split in SPLITS if split not in parts] if holdout else []
-    for name, records in parts.items():
-        assign = (
-            Holdout(share=holdout, seed=seed) if holdout and missing and name in ("all", "train") else None
+@dataclass(kw_only=True)
+class Source:
+    """What a user points at, and how its records are read; they are `generated` where there is no data."""
+
+    data: Any
+    seed: int
+    holdout: float | None = None  # share held out where the data does not name all splits; None: nothing is
+    columns: Sequence[str] | None = None  # of a file without a header
+    skip_bad_rows: int = 0
+    cache: Any = None
+    generated: Callable[..., Iterator[tuple[str, Row]]] | None = None
+    bad: BadRows = field(default_factory=BadRows, init=False)  # of the last reading
+
+    def content(self) -> str:
+        """What the data is, wherever it lies: every file's split, form and content; or how it is made."""
+        if self.data is None and self.generated is not None:
+            return hashed(self.generated.__name__, self.seed)
+        if is_saved_dataset(self.data):
+            path = locate(self.data)
+            parts = {str(p.relative_to(path)): [p] for p in sorted(path.rglob("*")) if p.is_file()}
+        else:
+            parts = files(self.data)
+        return hashed(
+            [[part, form(p), digest(p, self.cache)] for part, paths in parts.items() for p in paths]
         )
-        for index, row in enumerate(records):
-            split = assign(index) if assign else name
-            yield (split if split in missing or name == "all" else name), row
+
+    def key(self) -> dict[str, Any]:
+        """All that the records depend on."""
+        how = {"columns": self.columns, "holdout": self.holdout, "skip_bad_rows": self.skip_bad_rows}
+        return {"content": self.content(), "seed": self.seed, **how}
+
+    def each(self, use: Callable[[Row], Used]) -> Iterator[tuple[str, Used]]:
+        """`use(row)` of every record, read anew, with its split; a record that it refuses is a bad one."""
+        self.bad = BadRows(self.skip_bad_rows)
+        for split, row in self._rows():
+            try:
+                used = use(row)
+            except DataError as error:
+                self.bad(error)
+            else:
+                yield split, used
+
+    def _rows(self) -> Iterator[tuple[str, Row]]:
+        if self.data is None and self.generated is not None:
+            yield from self.generated(seed=self.seed)
+            return
+        if is_saved_dataset(self.data):
+            parts = saved(locate(self.data))
+        else:
+            reading: dict[str, Any] = {"columns": self.columns, "bad": self.bad}
+            parts = {
+                split: chain.from_iterable(rows(file, **reading) for file in members)
+                for split, members in files(self.data).items()
+            }
+        if self.holdout is None and "all" in parts:
+            raise DataError("expected a folder with files named train and test")
+        assign = Holdout(parts, share=self.holdout, seed=self.seed)
+        for part, records in parts.items():
+            for index, row in enumerate(records):
+                yield assign(part, index), row

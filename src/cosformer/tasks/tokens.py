@@ -1,18 +1,25 @@
 """Text to ids: bytes, any Hugging Face tokenizer by path, or a byte-level BPE trained on the data."""
 
 import json
-import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from .cache import prepared
-from .contract import Special
-from .source import DataError
+from .cache import hashed, prepared
+from .contract import DataError, Special
 
 BYTES = 256
+LEAST = Special.count + BYTES  # entries of a vocabulary: it can write anything
+ENOUGH = 1 << 26  # bytes of text to train a vocabulary on
+SPELLED = 24  # bytes of a text, on the mean, up to which it is spelled: words, names, dates
+BYTES_AN_ENTRY, FEWEST, MOST = (
+    512,
+    512,
+    8192,
+)  # how much text an entry of a vocabulary should have, and bounds
 
 
 def byte_characters() -> list[str]:
@@ -26,15 +33,12 @@ def byte_characters() -> list[str]:
 class Encoder:
     """A tokenizer with the special ids it needs, and what the tasks ask of a vocabulary."""
 
-    def __init__(self, tokenizer: Any, *, is_bytes: bool = False):
-        self.tokenizer, self.is_bytes = tokenizer, is_bytes
-        missing = {"pad_token": tokenizer.pad_token, "mask_token": tokenizer.mask_token}
-        missing["eos_token"] = tokenizer.eos_token or tokenizer.sep_token
-        missing = {
-            role: "<" + role.removesuffix("_token") + ">" for role, token in missing.items() if token is None
-        }
-        if missing:
-            tokenizer.add_special_tokens(missing)
+    def __init__(self, tokenizer: Any, *, is_bytes: bool = False, notes: tuple[str, ...] = ()):
+        self.tokenizer, self.is_bytes, self.notes = tokenizer, is_bytes, notes
+        has = {"pad": tokenizer.pad_token, "mask": tokenizer.mask_token}
+        has["eos"] = tokenizer.eos_token or tokenizer.sep_token
+        if missing := [role for role, token in has.items() if token is None]:
+            tokenizer.add_special_tokens({f"{role}_token": f"<{role}>" for role in missing})
         first = [tokenizer.bos_token_id, tokenizer.cls_token_id, tokenizer.eos_token_id]
         last = [tokenizer.eos_token_id, tokenizer.sep_token_id]
         self.special = Special(
@@ -45,7 +49,6 @@ class Encoder:
             mask=tokenizer.mask_token_id,
         )
         self.size = len(tokenizer)
-        self.dtype = "uint16" if self.size <= 1 << 16 else "uint32"
         self._backend = tokenizer.backend_tokenizer
         self._backend.encode_special_tokens = True  # "<mask>" written in a text is text, not the token
         self._backend.no_truncation()
@@ -55,32 +58,56 @@ class Encoder:
         """The text's ids, nothing added."""
         if self.is_bytes:  # the same ids as the tokenizer's, a hundred times faster
             return np.frombuffer(text.encode(), np.uint8).astype(np.uint16) + np.uint16(Special.count)
-        return np.array(self._backend.encode(text, add_special_tokens=False).ids, self.dtype)
+        return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.uint32)
+
+    def fit(self, length: int, *, single: str = "$A", pair: str = "$A $B") -> Any:
+        """The tokenizer to save beside a model: it cuts to `length`, and adds to texts what training adds.
+
+        That is written with $A, $B and the roles of `Special`: "bos $A sep $B eos".
+        """
+        from tokenizers.processors import TemplateProcessing
+
+        ids = asdict(self.special)
+        tokens = dict(zip(ids, self.tokenizer.convert_ids_to_tokens(list(ids.values()))))
+        forms = [[tokens.get(part, part) for part in form.split()] for form in (single, pair)]
+        special = [(tokens[role], number) for role, number in ids.items()]
+        template = TemplateProcessing(single=forms[0], pair=forms[1], special_tokens=special)
+        self._backend.post_processor = template
+        self.tokenizer.model_max_length = length
+        return self.tokenizer
 
     def content(self) -> np.ndarray:
         """Ids that are not special, ascending."""
         return np.setdiff1d(np.arange(self.size), self.tokenizer.all_special_ids)
 
-    def strings(self) -> list[str]:
+    def vocabulary(self) -> str:
+        """All that encoding depends on."""
+        return self._backend.to_str()
+
+    def fingerprint(self, content: str) -> str:
+        """A name for the tokens of this content."""
+        return hashed(content, self.tokenizer.get_vocab())
+
+    def _strings(self) -> list[str]:
         """Every id's token as written in the vocabulary."""
         return self.tokenizer.convert_ids_to_tokens(list(range(self.size)))
 
     def byte_lengths(self) -> np.ndarray | None:
-        """Bytes of text behind each id (0 for special ones), or None where tokens are not strings of bytes."""
+        """Bytes of text behind each id (0 if special), or None where tokens are not strings of bytes."""
         decoder = json.loads(self._backend.to_str())["decoder"] or {}
         if decoder.get("type") != "ByteLevel":
             return None
-        lengths = np.array([len(token) for token in self.strings()])
+        lengths = np.array([len(token) for token in self._strings()])
         lengths[self.tokenizer.all_special_ids] = 0
         return lengths
 
     def joins(self) -> tuple[np.ndarray, np.ndarray]:
-        """Whether each id may continue a word to its left, and be continued to its right: what whole-word masking asks."""
+        """Whether each id may continue a word to its left, and be continued to its right."""
         byte = {c: b for b, c in enumerate(byte_characters())}
         left, right = np.zeros((2, self.size), bool)
         level, special = self.byte_lengths() is not None, set(self.tokenizer.all_special_ids)
         wordpiece = json.loads(self._backend.to_str())["model"]["type"] == "WordPiece"
-        for index, token in enumerate(self.strings()):
+        for index, token in enumerate(self._strings()):
             if index in special or not token:
                 continue
             if level:
@@ -127,37 +154,60 @@ def _train(texts: Iterable[str], size: int) -> Any:
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = list(Special.names)
     trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=list(Special.names), initial_alphabet=alphabet, show_progress=False
+        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator(texts, trainer)
     return backend
 
 
-def encoder(
-    tokenizer: str, *, texts: Iterable[str] = (), key: dict[str, Any] | None = None, cache: Any = None
-) -> Encoder:
-    """The encoder named by `tokenizer`: "bytes", "bpe:SIZE" trained on `texts` (cached under `key`), or a path.
+def _enough(texts: Iterable[str]) -> Iterator[str]:
+    """The first `ENOUGH` bytes of texts."""
+    size = 0
+    for text in texts:
+        yield text
+        size += len(text.encode())
+        if size >= ENOUGH:
+            return
 
-    A path is a folder that transformers can read, a tokenizer.json, or a folder with a bare vocabulary: vocab.json and
-    merges.txt (GPT-2's form) or vocab.txt (BERT's).
+
+def sensible_size(texts: Iterable[str]) -> int:
+    """Entries of a vocabulary for these texts: the more text, the more; bytes only for what is spelled."""
+    sizes = [len(text.encode()) for text in texts]
+    if sum(sizes) <= SPELLED * len(sizes):
+        return LEAST
+    return min(MOST, max(FEWEST, 1 << (sum(sizes) // BYTES_AN_ENTRY).bit_length() - 1))
+
+
+def encoder(
+    tokenizer: str, *, texts: Callable[[], Iterable[str]] = tuple, key: Any = None, cache: Any = None
+) -> Encoder:
+    """The encoder named: "bytes", "bpe" or "bpe:SIZE" trained on `texts()` (cached under `key`), or a path.
+
+    A path is a folder that transformers can read, a tokenizer.json, or a folder with a bare vocabulary:
+    vocab.json and merges.txt (GPT-2's form) or vocab.txt (BERT's).
     """
     if tokenizer == "bytes":
         return Encoder(byte_tokenizer(), is_bytes=True)
-    if tokenizer.startswith("bpe:"):
-        least = Special.count + BYTES
-        if not tokenizer[4:].isdigit() or int(tokenizer[4:]) < least:
-            raise ValueError(f"tokenizer='bpe:SIZE' needs a SIZE of at least {least}; got {tokenizer!r}")
-        size = int(tokenizer[4:])
+    name, _, size = tokenizer.partition(":")
+    if name != "bpe":
+        return Encoder(_from_path(Path(tokenizer).expanduser()))
+    if tokenizer != "bpe" and not (size.isdigit() and int(size) >= LEAST):
+        raise ValueError(f"tokenizer='bpe:SIZE' needs a SIZE of at least {LEAST}; got {tokenizer!r}")
 
-        def make(folder: Path) -> None:
-            _train(texts, size).save(str(folder / "tokenizer.json"))
+    def make(folder: Path) -> None:
+        entries = int(size) if size else sensible_size(_enough(texts()))
+        _train(_enough(texts()), entries).save(str(folder / "tokenizer.json"))
 
-        from tokenizers import Tokenizer
+    from tokenizers import Tokenizer
 
-        folder = prepared("tokenizer", make, cache=cache, size=size, data=key)
-        return Encoder(_fast(Tokenizer.from_file(str(folder / "tokenizer.json"))))
-    return Encoder(_from_path(Path(tokenizer).expanduser()))
+    folder = prepared("tokenizer", make, cache=cache, size=size, data=key)
+    trained = _fast(Tokenizer.from_file(str(folder / "tokenizer.json")))
+    if size:
+        return Encoder(trained)
+    note = f"a vocabulary of {len(trained):,} tokens was made from the training texts"
+    return Encoder(trained, notes=(f"{note}; --tokenizer bytes, bpe:SIZE or a path takes another",))
 
 
 def _from_path(path: Path) -> Any:
@@ -165,17 +215,13 @@ def _from_path(path: Path) -> Any:
 
     if path.is_file():
         return PreTrainedTokenizerFast(tokenizer_file=str(path))
-    has = {
-        name
-        for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "vocab.json", "vocab.txt")
-        if (path / name).is_file()
-    }
+    forms = ("tokenizer.json", "tokenizer_config.json", "config.json", "vocab.json", "vocab.txt")
+    has = [name for name in forms if (path / name).is_file()]
     if not has:
-        raise DataError(
-            f"tokenizer={str(path)!r} must be 'bytes', 'bpe:SIZE', or a path to a Hugging Face tokenizer"
-        )
-    if has <= {"vocab.json"}:
-        return GPT2TokenizerFast.from_pretrained(os.fspath(path))
-    if has <= {"vocab.txt"}:
-        return BertTokenizerFast.from_pretrained(os.fspath(path))
-    return AutoTokenizer.from_pretrained(os.fspath(path), local_files_only=True)
+        accepted = "'bytes', 'bpe', 'bpe:SIZE', or a path to a Hugging Face tokenizer"
+        raise DataError(f"tokenizer={str(path)!r} must be {accepted}")
+    if has == ["vocab.json"]:
+        return GPT2TokenizerFast.from_pretrained(str(path))
+    if has == ["vocab.txt"]:
+        return BertTokenizerFast.from_pretrained(str(path))
+    return AutoTokenizer.from_pretrained(str(path), local_files_only=True)

@@ -29,9 +29,18 @@ def refused(errors: Any, what: str) -> Iterator[None]:
         raise SettingsError(f"{what}: {' '.join(str(error).split())}") from error
 
 
-def build_task(run: Run) -> tasks.Task:
+def build_task(run: Run, *, model: str | None = None) -> tasks.Task:
+    """The run's task; a saved model reads its own tokens, up to its positions, unless told otherwise."""
+    chosen, saved = dict(run.task_settings), Path(model or run.start or "")
+    if (saved / "config.json").exists():
+        accepted = tasks.settings(run.task)
+        if "tokenizer" in accepted and (saved / "tokenizer.json").exists():
+            chosen.setdefault("tokenizer", str(saved))
+        if accepted.get("length", 0) is None:  # or it would be taken from the data
+            positions = AutoConfig.from_pretrained(saved, local_files_only=True).max_position_embeddings
+            chosen.setdefault("length", positions)
     with refused((ValueError, TypeError, OSError), f"task {run.task!r}"):
-        return tasks.build(run.task, **run.task_settings)
+        return tasks.build(run.task, **chosen)
 
 
 def build_model(run: Run, task: tasks.Task, *, start: str | None) -> PreTrainedModel:

@@ -14,7 +14,7 @@ import torch
 from accelerate import PartialState
 from transformers import HfArgumentParser, Seq2SeqTrainingArguments
 
-from .. import tasks
+from .. import mixers, tasks
 from . import models
 from .dryrun import dry_run
 from .progress import clock, quieten, show
@@ -50,7 +50,7 @@ def train(argv: list[str]) -> None:
 def train_parser() -> argparse.ArgumentParser:
     p = training_parser("cosformer train", "Train any mixer on a task.")
     p.add_argument("task", nargs="?", help=f"one of {', '.join(tasks.names())}")
-    p.add_argument("--mixer", help=f"one of {', '.join(models.names())}; softmax+rope (default: cosformer)")
+    p.add_argument("--mixer", help="what mixes tokens: " + mixers.SAID)
     sizes = ", ".join(f"{name} ({size})" for name, size in models.SIZES.items())
     p.add_argument("--size", help=f"{sizes}, published (default: tiny)")
     p.add_argument("--start", metavar="DIR", help="a saved model to start from, such as a pre-trained one")

@@ -1,52 +1,19 @@
-"""A run's model: what a task needs, a mixer by name and a size -> a Hugging Face model. Every mixer gets the same sizes.
+"""A run's model: what a task needs, a mixer by name and a size -> a Hugging Face model, alike for all mixers.
 
-softmax, elu, performer ...    any name of cosformer.mixers, with learned positions
-softmax+rope                   the same with rotary positions, for mixers that admit them
-cosformer                      the recommended configuration: gated decay
-cosformer-ladder               one constant decay rate per head
-cosformer-no-cosine            gated decay, without the cosine
-cosformer-paper                as published: the cosine, no decay, learned positions
+A mixer is named as everywhere (cosformer/mixers): cosformer, softmax+rope, "cosformer*3, softmax+rope",
+cosformer-hybrid ...
 """
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from transformers import AutoConfig, PreTrainedModel
 
-from .. import hf, mixers
+from .. import hf
+from ..hf.sizes import SIZES, Size
 from ..tasks import Task
 
-VARIANTS: dict[str, dict[str, Any]] = {
-    "cosformer": {"decay": "gated"},
-    "cosformer-ladder": {"decay": "ladder"},
-    "cosformer-no-cosine": {"decay": "gated", "horizon": math.inf},
-    "cosformer-paper": {"decay": None, "positions": "learned"},
-}
-
-
-@dataclass(frozen=True)
-class Size:
-    layers: int
-    width: int
-    heads: int
-    feedforward: int | None = (
-        None  # None: four times the width; a gated MLP of as many parameters in the decoder
-    )
-
-    def __str__(self) -> str:
-        return f"{self.layers} layers of width {self.width}, {self.heads} heads"
-
-
-SIZES = {
-    "toy": Size(2, 64, 2),
-    "tiny": Size(4, 128, 4),
-    "small": Size(6, 256, 4),
-    "medium": Size(8, 512, 8),
-    "base": Size(12, 768, 12),
-    "large": Size(16, 1024, 16),
-}
 CLASSES: dict[str, Any] = {
     "causal-lm": hf.CosformerForCausalLM,
     "masked-lm": hf.CosformerForMaskedLM,
@@ -54,11 +21,6 @@ CLASSES: dict[str, Any] = {
     "pair-classification": hf.CosformerForPairClassification,
     "seq2seq": hf.CosformerForConditionalGeneration,
 }
-
-
-def names() -> list[str]:
-    """Every mixer name a run takes, without those that add positions."""
-    return [*VARIANTS, *(name for name in mixers.names() if name not in VARIANTS)]
 
 
 def size_of(name: str, task: Task) -> Size:
@@ -77,18 +39,6 @@ def size_of(name: str, task: Task) -> Size:
     return SIZES[name]
 
 
-def mixer_fields(name: str) -> dict[str, Any]:
-    """The config fields that a mixer's name stands for."""
-    base, _, positions = name.partition("+")
-    if positions not in ("", "rope"):
-        raise ValueError(f"mixer is {name!r}; after + only rope is known")
-    if base in VARIANTS:
-        return VARIANTS[base] | ({"positions": "rope"} if positions else {})
-    if base not in mixers.names():
-        raise ValueError(f"mixer is {name!r}; one of {', '.join(names())}, where admitted with +rope")
-    return {"mixer": base, "positions": positions or "learned"}
-
-
 def config_of(
     task: Task, *, mixer: str = "cosformer", size: str = "tiny", fields: dict[str, Any] | None = None
 ):
@@ -96,7 +46,7 @@ def config_of(
     shape, special = size_of(size, task), task.special
     known: dict[str, Any] = {"vocab_size": task.vocab_size, "max_position_embeddings": task.max_length}
     known |= {"pad_token_id": special.pad, "bos_token_id": special.bos, "eos_token_id": special.eos}
-    known |= mixer_fields(mixer)
+    known["mixer"] = mixer
     wide = shape.feedforward or 4 * shape.width
     spread = max(
         0.02, 0.8 / math.sqrt(shape.width)
@@ -125,12 +75,9 @@ def config_of(
         "num_attention_heads": shape.heads,
     }
     known["initializer_range"] = spread
+    known["intermediate_size"] = 32 * round(2 * wide / 3 / 32)  # a gated MLP has three matrices, not two
     if task.kind == "causal-lm":
-        known["intermediate_size"] = 32 * round(2 * wide / 3 / 32)  # a gated MLP has three matrices, not two
         return hf.CosformerConfig(**{**known, **(fields or {})})
-    known |= {"intermediate_size": wide, "hidden_dropout_prob": 0.0}
-    if task.published is not None:
-        known["pooling"] = task.published.pooling
     if task.num_labels is not None:
         known |= {"num_labels": task.num_labels, "id2label": dict(enumerate(task.labels))}
         known["label2id"] = {label: i for i, label in enumerate(task.labels)}
@@ -152,7 +99,9 @@ def build(
 
 
 def load(directory: str, kind: str, **fields: Any) -> PreTrainedModel:
-    """The saved model of a directory as a model for tasks of `kind`; a head it does not have is drawn anew."""
+    """The saved model of a directory as a model for tasks of `kind`; a head it does not have is drawn
+    anew.
+    """
     return CLASSES[kind].from_pretrained(directory, local_files_only=True, **fields)
 
 
@@ -170,12 +119,19 @@ def parameters(model: PreTrainedModel) -> int:
 def parameters_beside_softmax(
     model: PreTrainedModel, task: Task, *, size: str, fields: dict[str, Any] | None = None
 ) -> float:
-    """The share of parameters a model has more than softmax with learned positions at the same size, by shapes alone."""
-    plain = {
-        k: v
-        for k, v in (fields or {}).items()
-        if k not in ("mixer_options", "horizon", "decay", "layer_types")
-    }
+    """The share of parameters a model has more than softmax with learned positions at the same size, by
+    shapes alone.
+    """
+    ours = (
+        "mixer_options",
+        "horizon",
+        "layer_types",
+        "full_attention_interval",
+        "short_conv",
+        "qk_norm",
+        "output_gate",
+    )
+    plain = {k: v for k, v in (fields or {}).items() if k not in ours}
     with torch.device("meta"):
         softmax = CLASSES[task.kind](config_of(task, mixer="softmax", size=size, fields=plain))
     return parameters(model) / parameters(softmax) - 1

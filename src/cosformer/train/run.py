@@ -13,7 +13,6 @@ from accelerate import PartialState
 from transformers import PreTrainedModel, TrainerCallback
 
 from .. import tasks
-from ..tasks.table import Table
 from . import models
 from .build import build_model, build_task, build_trainer, refused
 from .checkpoints import last_checkpoint, remove_incomplete, write
@@ -192,9 +191,4 @@ def description(run: Run, task: tasks.Task, model: PreTrainedModel) -> str:
     sets = ", ".join(f"{len(getattr(task, split)):,} {split}" for split in tasks.SPLITS)
     said = f"{task.name}, {run.mixer}: {models.parameters(model):,} parameters{more}; "
     said += f"{sets} examples of up to {task.max_length:,} tokens"
-    if isinstance(task.train, Table) and task.tokenizer is not None:
-        full = int((task.train.lengths("input_ids") == task.max_length).sum())
-        if full:
-            cut = f"{full:,} training texts reach {task.max_length:,} tokens, where longer ones are cut"
-            said += f"\n{cut}; --length sets it"
-    return said
+    return "\n".join([said, *task.notes])

@@ -27,7 +27,7 @@ def scores(trainer: Trainer, task: tasks.Task, split: str, *, examples: int | No
 
 def evaluate(run: Run, model: str | Path, *, split: str = "test") -> dict[str, float]:
     """The scores of the model saved in a folder on one split of a run's task."""
-    task = build_task(run)
+    task = build_task(run, model=str(model))
     head = json.loads((Path(model) / "config.json").read_text()).get("architectures") or [None]
     if head[0] != models.CLASSES[task.kind].__name__:
         told = f"{model} is a {head[0]}, which knows nothing of task {task.name!r} yet"

@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import Seq2SeqTrainingArguments
 
-from .. import tasks
+from .. import mixers, tasks
 from . import models
 from .checkpoints import write
 
@@ -64,7 +64,7 @@ class Run:
         if self.size not in (*models.SIZES, "published"):
             raise SettingsError(f"size is {self.size!r}; one of {', '.join(models.SIZES)}, published")
         try:
-            models.mixer_fields(self.mixer)
+            mixers.pattern(self.mixer)
         except ValueError as error:
             raise SettingsError(str(error)) from None
         for name in ("eval_examples", "test_examples"):

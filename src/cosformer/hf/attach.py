@@ -1,7 +1,8 @@
-"""attn_implementation="cosformer:NAME": every mixer of the registry as the attention of a transformers architecture.
+"""attn_implementation="cosformer:NAME": any mixer as the attention of a transformers architecture.
 
-A mixer is a module: it may have parameters and random draws, which must exist before a model is trained or its weights loaded.
-So `attach` gives every attention module of a model its mixer, as a submodule that is saved with the rest, and switches to it.
+A mixer is a module: it may have parameters and random draws, which must exist before a model is trained or
+its weights loaded. So `attach` gives every attention module of a model its mixer, as a submodule that is
+saved with the rest, and switches to it.
 """
 
 from typing import Any
@@ -18,6 +19,7 @@ def attach(model: PreTrainedModel, name: str, **options) -> PreTrainedModel:
 
     >>> attach(AutoModelForCausalLM.from_config(config), "performer", features=128)
     """
+    enter_mixer(name)
     for module in model.modules():
         if hasattr(module, "is_causal") and hasattr(module, "config"):  # the mark of what calls the interface
             module.mixer = _build(module, name, options)
@@ -52,10 +54,10 @@ def attention(
     return out.transpose(1, 2), None
 
 
-def register() -> None:
-    for name in mixers.names():
-        AttentionInterface.register(f"cosformer:{name}", attention)
-        AttentionMaskInterface.register(f"cosformer:{name}", mask)
+def enter_mixer(name: str) -> None:
+    """Make a mixer known to transformers."""
+    AttentionInterface.register(f"cosformer:{name}", attention)
+    AttentionMaskInterface.register(f"cosformer:{name}", mask)
 
 
 def _build(module: Any, name: str, options: dict) -> nn.Module:
@@ -63,5 +65,10 @@ def _build(module: Any, name: str, options: dict) -> nn.Module:
     heads = getattr(module, "num_heads", config.num_attention_heads)
     size = getattr(module, "head_dim", config.hidden_size // heads)
     mixer = mixers.build(name, heads=heads, head_dim=size, max_length=max_positions(config), **options)
+    if mixer.reads_input:
+        raise ValueError(
+            f"mixer {name!r} reads the layer's input, which transformers hands to no attention function; "
+            "attach one that does not, such as cosformer-ladder, or use a Cosformer model type"
+        )
     weight = next(module.parameters())
     return mixer.to(weight.device, weight.dtype)

@@ -2,37 +2,38 @@
 
 import pytest
 import torch
+from conftest import TOY, TOY_DECODER, VOCAB, token_ids
 
-tf = pytest.importorskip("transformers")
-mixers = pytest.importorskip("cosformer.mixers")
+pytest.importorskip("transformers")
 
-from cosformer.hf import attach  # noqa: E402
+import transformers as tf
 
-VOCAB, LENGTH = 50, 16
-TEXT = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-}
-TEXT |= {"max_position_embeddings": 64, "pad_token_id": 0, "initializer_range": 0.3}
+from cosformer import mixers
+from cosformer.hf import attach
+
+LENGTH = 16
 
 
 def build(causal: bool):
     torch.manual_seed(0)
     if causal:
-        return tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**TEXT, num_key_value_heads=2)).eval()
-    return tf.AutoModelForMaskedLM.from_config(tf.BertConfig(**TEXT, attention_probs_dropout_prob=0.0)).eval()
+        return tf.AutoModelForCausalLM.from_config(tf.LlamaConfig(**TOY_DECODER)).eval()
+    return tf.AutoModelForMaskedLM.from_config(tf.BertConfig(**TOY, attention_probs_dropout_prob=0.0)).eval()
 
 
 def ids():
-    return torch.randint(3, VOCAB, (2, LENGTH), generator=torch.Generator().manual_seed(1))
+    return token_ids(length=LENGTH)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["llama", "bert"])
 @pytest.mark.parametrize("name", mixers.names())
 def test_every_mixer_by_name(name, causal):
+    if mixers.build(name, heads=1, head_dim=1, max_length=1).reads_input:
+        with pytest.raises(
+            ValueError, match=f"mixer '{name}' reads the layer's input, which transformers hands"
+        ):
+            attach(build(causal), name)
+        return
     model = attach(build(causal), name)
     mixer = next(m for m in model.modules() if isinstance(m, mixers.Mixer))
     admitted = mixer.causal if causal else mixer.bidirectional
@@ -69,6 +70,11 @@ def test_a_mixers_parameters_are_the_models():
     found = {n: p for n, p in model.named_parameters() if ".mixer." in n}
     assert found and all(p.grad is not None and p.grad.any() for p in found.values())
     assert any(".mixer." in n for n in model.state_dict())
+
+
+def test_a_mixer_with_positions_or_registered_later_can_be_attached():
+    turned = attach(build(False), "elu+sine_spe")(ids()).logits
+    assert not torch.allclose(turned, attach(build(False), "elu")(ids()).logits, atol=1e-3)
 
 
 def test_errors_name_the_cause():
