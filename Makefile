@@ -7,7 +7,7 @@ BIN := .venv/bin
 KERNEL := $(wildcard src/cosformer/ops/csrc/*) CMakeLists.txt
 SECONDS_FUZZ ?= 300
 
-.PHONY: demo test test-slow lint bench fuzz clean
+.PHONY: demo test test-slow test-oldest lint bench fuzz clean
 
 demo: .venv/ready
 	$(BIN)/cosformer compare
@@ -17,6 +17,10 @@ test: lint
 
 test-slow: .venv/installed
 	$(BIN)/python -m pytest -m slow
+
+# The Hugging Face models and training with the oldest libraries they admit, which warn of what was new to them.
+test-oldest: .venv-oldest/installed
+	.venv-oldest/bin/python -m pytest -o filterwarnings= tests/test_hf_*.py tests/test_train*.py tests/test_recipes.py
 
 lint: .venv/installed
 	$(BIN)/ruff check .
@@ -49,5 +53,10 @@ PIP = $(BIN)/pip install --quiet --disable-pip-version-check --constraint constr
 	$(PIP) '.[dev]'
 	touch .venv/ready $@
 
+.venv-oldest/installed: pyproject.toml constraints-oldest.txt $(KERNEL)
+	$(PYTHON) -m venv .venv-oldest
+	.venv-oldest/bin/pip install --quiet --constraint constraints-oldest.txt --editable '.[dev]'
+	touch $@
+
 clean:
-	rm -rf .venv build dist
+	rm -rf .venv .venv-oldest build dist

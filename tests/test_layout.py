@@ -218,6 +218,15 @@ def test_contributing_names_the_oldest_python():
     assert oldest and f"needs Python {oldest[1]} or newer" in (ROOT / "CONTRIBUTING.md").read_text()
 
 
+def test_the_oldest_libraries_are_those_that_are_tested():
+    """What pyproject.toml admits is what `make test-oldest` installs."""
+    tested = dict(re.findall(r"^([\w-]+)==(\S+)$", (ROOT / "constraints-oldest.txt").read_text(), re.M))
+    admitted = re.search(r"^hf = (\[.*?\])", (ROOT / "pyproject.toml").read_text(), re.M)
+    assert admitted
+    floors = dict(word.split(">=") for word in ast.literal_eval(admitted[1]))
+    assert floors == {name: tested[name] for name in floors}
+
+
 def test_every_file_says_its_job():
     for path in FILES:
         first = ast.get_docstring(ast.parse(path.read_text()))
