@@ -55,7 +55,8 @@ def demo(data: str | None = None, length: int | None = None) -> list[Subject]:
         Subject(
             name="lm", group="lm", title="Language model on bytes", task="lm",
             data=data or "the Python standard library's source",
-            settings={"length": length or 256, "isolate": False, **({"data": data} if data else {})},
+            settings={"length": length or 256, "isolate": False, "tokenizer": "bytes",
+                      **({"data": data} if data else {})},
             size="toy", rates=(3e-3,), weight=2.0, eval_examples=32, test_examples=128, study=True,
         ),
         Subject(
@@ -89,7 +90,8 @@ def full(root: str) -> list[Subject]:
     return [
         Subject(
             name="wikitext2-lm", group="lm", title="WikiText-2 language model, bytes", task="lm",
-            data="WikiText-2", settings=wikitext, batch=4, rates=(1e-3, 2e-3, 4e-3), steps=1_000,
+            data="WikiText-2", settings={**wikitext, "tokenizer": "bytes"}, batch=4,
+            rates=(1e-3, 2e-3, 4e-3), steps=1_000,
             seeds=(0, 1, 2), test_examples=512, by_position=True,
         ),
         Subject(
@@ -146,7 +148,8 @@ def full(root: str) -> list[Subject]:
         ),
         Subject(
             name="cmudict", group="seq2seq", title="Spelling to phonemes, by cross attention", task="seq2seq",
-            data="CMUdict", settings={"data": f"{root}/cmudict", "length": 40, "target_length": 96},
+            data="CMUdict", settings={"data": f"{root}/cmudict", "length": 40, "target_length": 96,
+                                      "tokenizer": "bytes"},
             fields={"encoder_layers": 2, "decoder_layers": 2}, batch=64, rates=(5e-4, 1e-3, 2e-3),
             training=ALIKE, steps=4_000, eval_examples=256, test_examples=1_000,
         ),
