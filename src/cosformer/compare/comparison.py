@@ -97,7 +97,9 @@ class Comparison:
         self.board.done(f"{subject.name}: {plan}")
         for number, cell in enumerate(todo):
             what = f"[{number + 1}/{len(todo)}] {cell}"
-            after = max(0.0, self.pace.left - expected[number]) if self.minutes else sum(expected[number + 1 :])
+            after = sum(expected[number + 1 :])
+            if self.minutes:
+                after = max(0.0, self.pace.left - expected[number])
             self.board.begin(what, expected[number], after, of="" if self.minutes else f" of {subject.name}")
             with self.pace.over(expected[number]):
                 row = trained(cell, steps, self.rate_of(cell, steps), self.board)
