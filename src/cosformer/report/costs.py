@@ -93,18 +93,24 @@ class Contest:
         self.lengths = sorted(self.ours.keys() & self.theirs.keys())
         self.crossing = crossing(points(rows, self.us), points(rows, self.them))
 
-    def outcome(self, length: int) -> str:
-        """ "3.1× faster than"; as fast where the measured ranges overlap."""
+    def ratio(self, length: int) -> float | None:
+        """Softmax's time in ours; None where the measured ranges overlap."""
         a, b = self.ours[length], self.theirs[length]
         if (a.ms_low or a.ms) <= (b.ms_high or b.ms) and (b.ms_low or b.ms) <= (a.ms_high or a.ms):
+            return None
+        return b.ms / a.ms
+
+    def outcome(self, length: int) -> str:
+        """ "3.1× faster than"."""
+        ratio = self.ratio(length)
+        if ratio is None:
             return "as fast (the measured ranges overlap) as"
-        busy = " (on a busy machine)" if a.contended or b.contended else ""
-        word = "faster" if a.ms < b.ms else "slower"
-        return f"{times(max(a.ms, b.ms) / min(a.ms, b.ms))} {word}{busy} than"
+        busy = " (on a busy machine)" if self.ours[length].contended or self.theirs[length].contended else ""
+        return f"{times(max(ratio, 1 / ratio))} {'faster' if ratio > 1 else 'slower'}{busy} than"
 
     def lost(self) -> list[str]:
         """The lengths at which softmax is faster."""
-        return [f"{n:,}" for n in self.lengths if "slower" in self.outcome(n)]
+        return [f"{n:,}" for n in self.lengths if (self.ratio(n) or 1.0) < 1.0]
 
     def crossing_text(self) -> str:
         """Where the two cross, or which is ahead throughout."""

@@ -8,7 +8,7 @@ from ..results import Picture
 from . import costs, figures, heatmap, tables
 from .cells import GROUPS, Measured
 from .paper import TABLES
-from .style import digits, ident, looks, name
+from .style import digits, ident, name
 from .summary import paragraphs
 
 SCALE = (
@@ -102,8 +102,7 @@ def _study(measured: Measured) -> list[Part | None]:
 def pictures(measured: Measured) -> list[tuple[str, list[Picture]]]:
     """Those that belong side by side, with a heading."""
     together: dict[str, list[Picture]] = {}
-    order = list(looks(measured.mixers))
-    for row in sorted(measured.pictures, key=lambda row: order.index(row.mixer)):
+    for row in sorted(measured.pictures, key=lambda row: measured.mixers.index(row.mixer)):
         title = f"After training: {measured.titles.get(row.subject, row.subject)}"
         together.setdefault(title, []).append(row)
     return list(together.items())
