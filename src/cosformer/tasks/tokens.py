@@ -177,7 +177,7 @@ def sensible_size(texts: Iterable[str]) -> int:
     sizes = [len(text.encode()) for text in texts]
     if sum(sizes) <= SPELLED * len(sizes):
         return LEAST
-    return min(MOST, max(FEWEST, 1 << (sum(sizes) // BYTES_AN_ENTRY).bit_length() - 1))
+    return min(MOST, max(FEWEST, 1 << max(1, sum(sizes) // BYTES_AN_ENTRY).bit_length() - 1))
 
 
 def encoder(
