@@ -26,9 +26,10 @@ lint: .venv/installed
 # The committed measurements, their pictures and the tables of docs/speed.md (about twenty minutes, on a quiet machine).
 bench: .venv/installed
 	rm -f benchmarks/operators.jsonl benchmarks/models.jsonl benchmarks/mixers.jsonl
-	$(BIN)/cosformer bench --decay --seconds 90 --out benchmarks/operators.jsonl --plot docs/cost.png
+	$(BIN)/cosformer bench --operators cosformer-paper cosformer softmax published --seconds 90 \
+		--out benchmarks/operators.jsonl --plot docs/cost.svg
 	$(BIN)/cosformer bench --models --out benchmarks/models.jsonl
-	$(BIN)/cosformer bench --mixers all --out benchmarks/mixers.jsonl --plot docs/mixers.png
+	$(BIN)/cosformer bench --mixers all --out benchmarks/mixers.jsonl --plot docs/mixers.svg
 	$(BIN)/cosformer report benchmarks/operators.jsonl benchmarks/models.jsonl --page docs/speed.md
 
 # Random calls of the kernel under the address and undefined-behaviour sanitizers.

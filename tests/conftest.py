@@ -1,9 +1,12 @@
-"""What every test shares: fresh memory is poisoned with NaN, seeds are fixed, the backends to run on are named once."""
+"""What every test shares: fresh memory is poisoned with NaN, seeds are fixed, the backends to run on are
+named once.
+"""
 
-import importlib
 import itertools
 import lzma
 import pickle
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -11,7 +14,8 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch.utils._device import _device_constructors
 
-from cosformer.ops.operator import BACKENDS
+from cosformer import results
+from cosformer.ops.operator import BACKENDS, backend, backend_problem
 
 settings.register_profile(
     "cosformer", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
@@ -22,37 +26,132 @@ _device_constructors()  # remembered from here on: `with torch.device(...)` must
 torch.set_num_threads(1)  # small tensors; tests run side by side, and those about threads set their own
 
 
-def unavailable(backend: str) -> str | None:
-    x = torch.zeros(1, 1, 1, 1)
-    return importlib.import_module(f"cosformer.ops._{backend}").unsupported(x, x, x)
+RUNNING = [name for name in BACKENDS if backend_problem(name) is None]
+BACKEND_DTYPES = [(name, dtype) for name in RUNNING for dtype in backend(name).dtypes]
 
 
-RUNNING = [name for name in BACKENDS if unavailable(name) is None]
-DTYPES = {
-    "torch": ["float64", "float32", "bfloat16", "float16"],
-    "native": ["float32", "bfloat16", "float16"],
-}
-BACKEND_DTYPES = [(b, d) for b in RUNNING for d in DTYPES[b]]
+def widest(name: str) -> torch.dtype:
+    """The most exact dtype a backend runs."""
+    return max(backend(name).dtypes, key=lambda dtype: dtype.itemsize)
 
 
 def pytest_generate_tests(metafunc):
-    """`backend` runs over the backends this machine has; `backend, dtype` over every pair a backend supports."""
+    """`backend` runs over the backends this machine has; `backend, dtype` over every pair a backend
+    supports.
+    """
     names = metafunc.fixturenames
     if "backend" in names and "dtype" in names:
         metafunc.parametrize(
             ("backend", "dtype"),
-            [(b, getattr(torch, d)) for b, d in BACKEND_DTYPES],
-            ids=map("-".join, BACKEND_DTYPES),
+            BACKEND_DTYPES,
+            ids=[f"{name}-{dtype}".replace("torch.", "") for name, dtype in BACKEND_DTYPES],
         )
     elif "backend" in names:
         metafunc.parametrize("backend", RUNNING)
 
 
 def pytest_report_header(config):
-    missing = [f"{b} ({unavailable(b)})" for b in BACKENDS if b not in RUNNING]
-    return f"cosformer backends: {', '.join(RUNNING)}" + (
-        f"; not tested: {', '.join(missing)}" if missing else ""
-    )
+    missing = [f"; not tested: {name} ({backend_problem(name)})" for name in BACKENDS if name not in RUNNING]
+    return f"cosformer backends: {', '.join(RUNNING)}{''.join(missing)}"
+
+
+# Rows of results as `compare` writes them, for the tests of the report. Their numbers mean nothing.
+
+
+def quality(mixer="cosformer", value: float | None = 7.9, **more) -> results.Quality:
+    """One training, of a language model unless `more` says otherwise."""
+    task = more.get("task", "lm")
+    row = {
+        "subject": more.get("title", task), "group": "lm", "task": task, "title": task, "data": "its data",
+        "seed": 0, "size": "tiny (4 layers)", "length": 1024, "batch": 4, "steps": 400, "rate": 1e-3,
+        "metric": "perplexity", "greater_is_better": False, "examples": 1000, "settings": {"length": 1024},
+        "status": "done", "tokens": 1_638_400, "seconds": 95.2, "tokens_per_second": 17_200.0,
+        "parameters": 1_843_200, "command": f"cosformer train {task} --mixer {mixer}",
+    }  # fmt: skip
+    return results.Quality(mixer=mixer, value=value, **{**row, **more})
+
+
+def accuracy(mixer="cosformer", value: float | None = 0.9, **more) -> results.Quality:
+    return quality(mixer, value, **{"metric": "accuracy", "greater_is_better": True, "group": "lra", **more})
+
+
+def cost(mixer="cosformer", length=4096, ms=12.3, **more) -> results.Cost:
+    row = {"what": "model", "work": "training", "causal": True, "ms_low": 0.97 * ms, "ms_high": 1.04 * ms}
+    return results.Cost(mixer=mixer, length=length, ms=ms, **{**row, **more})
+
+
+INVENTED = {
+    "softmax": 1.3,
+    "softmax+rope": 1.0,
+    "cosformer-paper": 1.2,
+    "cosformer": 0.98,
+    "cosformer-hybrid": 0.9,
+}
+
+
+def invented() -> list[results.Row]:
+    """Everything a report can show: seeds, a refusal, searches, positions, costs, matrices, exactness."""
+    title = "WikiText-2 language model"
+    text = {"task": "text", "title": "Text, IMDB bytes"}
+    rows: list[results.Row] = [
+        results.Machine(
+            cpu="AMD EPYC",
+            isa="avx2",
+            threads=2,
+            torch="2.13",
+            cosformer="0.2",
+            python="3.11",
+            date="2026-11-16",
+        ),
+        results.Run(command="cosformer compare --full", started="2026-11-15T23:00:00Z", minutes=611.5),
+        accuracy("performer", None, **text, status="refused", reason="no such form"),
+    ]
+    for mixer, factor in {**INVENTED, "relu": 1.25, "cosformer*3, softmax+rope": 0.95}.items():
+        for seed in (0, 1, 2):
+            scale = factor * (1 + 0.01 * seed)
+            metrics = {"loss": 2 * scale, "perplexity": 8 * scale, "bits_per_byte": 2.9 * scale}
+            curve = []
+            for step in range(0, 401, 50):
+                loss = scale * (2 + 50 / (step + 10))
+                curve.append(
+                    {"step": step, "tokens": 4096 * step, "seconds": step * scale, "eval_loss": loss}
+                )
+            more = {"title": title, "seed": seed, "metrics": metrics, "curve": curve}
+            rows.append(quality(mixer, 8 * scale, **more, waited=0.3 if mixer == "relu" else 0.01))
+            about = {"subject": title, "mixer": mixer, "seed": seed, "texts": 64}
+            losses = [scale * (2 + 1 / (i + 1)) for i in range(4)]
+            rows.append(results.Positions(**about, ends=[16, 64, 256, 1023], loss=losses))
+    for mixer, factor in INVENTED.items():
+        rows.append(accuracy(mixer, 0.5 / factor, **text, published=0.64, note="a quarter"))
+        rows.append(accuracy(mixer, 0.1 + factor / 100, task="listops", title="ListOps", most_frequent=0.18))
+        for length, pairs in ((64, 4), (64, 8), (128, 8), (128, 16), (128, 32)):
+            more = {"title": f"Recall of {pairs} pairs in {length} tokens", "settings": {"pairs": pairs}}
+            rows.append(accuracy(mixer, 0.6 / factor, group="recall", task="recall", length=length, **more))
+        for rate in (1e-3, 2e-3, 4e-3):
+            about = {
+                "subject": title,
+                "mixer": mixer,
+                "seed": 0,
+                "steps": 100,
+                "command": "",
+                "status": "done",
+            }
+            more = {"metric": "perplexity", "greater_is_better": False, "loss": 2 + rate}
+            rows.append(results.Search(**about, **more, rate=rate))
+        for length in (256, 512, 1024, 2048, 4096, 8192, 16384):
+            slow = "softmax" in mixer
+            ms = factor * (1 + (0.004 * length + 3e-6 * length**2 if slow else 0.0075 * length))
+            about = {"size": "tiny (4 layers)", "waited": 0.2 if length == 512 else 0.0}
+            rows.append(cost(mixer, length, ms, **about, memory_mib=8 + length / 60))
+            kept = 8192 * length if slow else 524_288
+            rows.append(cost(mixer, length, 1 + ms / 10, **about, work="decoding", cache_bytes=kept))
+        matrix = [[0.9 ** (i - j) if j <= i else None for j in range(16)] for i in range(16)]
+        picture = {"subject": title, "mixer": mixer, "layer": 3, "tokens": list("def rotate(x, a)")}
+        rows.append(results.Picture(**picture, matrix=matrix))
+    for mode in ("bidirectional", "causal", "stream"):
+        about = {"backend": "native", "dtype": "float32", "mode": mode, "allowed": 1e-5}
+        rows += [results.Exactness(**about, what=what, difference=1.2e-7) for what in ("output", "gradient")]
+    return rows
 
 
 @pytest.fixture(autouse=True)
@@ -82,6 +181,99 @@ def poison(monkeypatch):
         ((torch.Tensor, n) for n in ("new_empty", "new_empty_strided")),
     ):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
+
+
+# Toy models and texts, for every test that needs one. transformers is imported only by those who ask.
+
+VOCAB = 61
+TOY = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "pad_token_id": 0,
+    "bos_token_id": None,
+    "eos_token_id": None,
+}
+TOY_DECODER = {**TOY, "num_key_value_heads": 2}
+TOY_ENCODER = {**TOY, "dropout": 0.0}
+TOY_SEQ2SEQ = {
+    "vocab_size": VOCAB,
+    "d_model": 32,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "max_position_embeddings": 128,
+    "init_std": 0.2,
+    "dropout": 0.0,
+}
+
+
+def toy_config(model, **fields):
+    """The configuration of one of our model classes at toy size."""
+    config = model.config_class
+    sizes = {"cosformer": TOY_DECODER, "cosformer_encoder": TOY_ENCODER}.get(config.model_type, TOY_SEQ2SEQ)
+    return config(**{**sizes, **fields})
+
+
+def toy_model(model, seed: int = 0, **fields):
+    """A toy of one of our model classes, moved from its start."""
+    torch.manual_seed(seed)
+    return moved(model(toy_config(model, **fields))).eval()
+
+
+def moved(module, by: float = 0.1):
+    """The module with every weight away from its start: a gate of zeros, a norm of ones would hide
+    mistakes.
+    """
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(torch.randn_like(p), alpha=by)
+    return module
+
+
+def token_ids(rows: int = 2, length: int = 17, seed: int = 1) -> torch.Tensor:
+    return torch.randint(3, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+def toy_mixer(name, *, heads=4, head_dim=8, max_length=64, **options):
+    """A mixer in float64 of the sizes of `qkv`."""
+    from cosformer import mixers
+
+    return mixers.build(name, heads=heads, head_dim=head_dim, max_length=max_length, **options).double()
+
+
+def qkv(length, keys=None, *, batch=2, heads=4, kv_heads=None, dim=8, size=None, dtype=torch.float64, seed=0):
+    """q (batch, heads, length, dim), k (batch, kv_heads, keys, dim), v (batch, kv_heads, keys, size)."""
+    generator = torch.Generator().manual_seed(seed)
+    keys, kv_heads, size = keys or length, kv_heads or heads, size or dim
+    shapes = (batch, heads, length, dim), (batch, kv_heads, keys, dim), (batch, kv_heads, keys, size)
+    return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for shape in shapes]
+
+
+def byte_tokenizer():
+    """A tokenizer of single bytes, with <pad> 0, <mask> 1 and <unk> 2."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    special = {"pad_token": "<pad>", "mask_token": "<mask>", "unk_token": "<unk>"}
+    letters = [*special.values(), *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    vocabulary = {letter: i for i, letter in enumerate(letters)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special)
+
+
+def python_of(page: Path) -> list[str]:
+    """The Python of a page of the documentation, block by block."""
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
 # Made-up files in the form of Long-Range Arena's, for the tasks and whatever trains on them.

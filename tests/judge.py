@@ -1,5 +1,7 @@
 """How a result is judged: against the definition in float64, with one tolerance per dtype and no switches."""
 
+import math
+
 import torch
 
 from cosformer import reference
@@ -8,7 +10,9 @@ TOLERANCE = {torch.float64: 1e-10, torch.float32: 2e-5}
 
 
 def error(actual, expected, scale=None) -> float:
-    """The largest difference, relative to the largest value expected, or to a tenth of the largest `scale` if that is more."""
+    """The largest difference, relative to the largest value expected, or to a tenth of the largest `scale` if
+    that is more.
+    """
     actual, expected = actual.double(), expected.double()
     assert actual.shape == expected.shape, (actual.shape, expected.shape)
     if not expected.numel():
@@ -19,9 +23,9 @@ def error(actual, expected, scale=None) -> float:
 
 
 def assert_close(actual, expected, *, rounded=None, scale=None) -> None:
-    """Within the dtype's tolerance; in half precision within twice the error of `rounded`, the definition in that same dtype,
-    or six of the dtype's spacings where that is more: the backward reads the rounded output, whose half a spacing is five
-    of a tenth of `scale`, and rounds once more."""
+    """Within the dtype's tolerance; in half precision within twice the error of `rounded`, the definition in
+    that same dtype, or six of the dtype's spacings where that is more: the backward reads the rounded output,
+    whose half a spacing is five of a tenth of `scale`, and rounds once more."""
     found = error(actual, expected, scale)
     if actual.dtype in TOLERANCE:
         limit = TOLERANCE[actual.dtype]
@@ -44,9 +48,11 @@ def value_and_grads(function, tensors, dout=None):
 
 
 def sizes(q, k, v, *, eps=1e-6, **kwargs):
-    """The definition changed so that its gradients are sums of sizes: what the true gradients' rounding errors are relative to.
+    """The definition changed so that its gradients are sums of sizes: what the true gradients' rounding
+    errors are relative to.
 
-    A gradient is a sum of terms of both signs. With one key to attend to, or under strong decay, they cancel to nearly nothing.
+    A gradient is a sum of terms of both signs. With one key to attend to, or under strong decay, they cancel
+    to nearly nothing.
     """
     s = reference.weights(q, k, **kwargs)
     out = (
@@ -59,7 +65,9 @@ def sizes(q, k, v, *, eps=1e-6, **kwargs):
 
 
 def compare(ours, definition, tensors, size) -> None:
-    """`ours` against `definition(attend)`, outputs and gradients; the definition sees the same (rounded) numbers in float64."""
+    """`ours` against `definition(attend)`, outputs and gradients; the definition sees the same (rounded)
+    numbers in float64.
+    """
     dout = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(tensors[0].dtype)
     exactly = [None if t is None else t.double() for t in tensors]
     exact, exact_grads = value_and_grads(definition(reference.attention), exactly, dout)
@@ -89,3 +97,20 @@ def judge(function, q, k, v, *, decay=None, **kwargs) -> None:
         (q, k, v, decay),
         (*q.shape[:3], v.shape[3]),
     )
+
+
+def masked_softmax(q, k, v, allowed):
+    """Softmax over what is allowed, (L, S) or with heads: the full score matrix, masked."""
+    scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~allowed, -math.inf)
+    return scores.softmax(-1) @ v
+
+
+def past(length, causal):
+    """What a query may see, (L, L) bool."""
+    every = torch.ones(length, length, dtype=torch.bool)
+    return every.tril() if causal else every
+
+
+def grid(length):
+    """The positions of queries, down, and of keys, across."""
+    return torch.arange(length)[:, None], torch.arange(length)[None, :]

@@ -7,7 +7,8 @@ import pytest
 
 import cosformer
 from cosformer import __main__ as cli
-from cosformer import bench, info
+from cosformer import info
+from cosformer.bench import command
 
 
 def said(capsys, monkeypatch, *argv: str) -> str:
@@ -27,6 +28,27 @@ def test_version(capsys, monkeypatch):
     assert ran.stdout == f"cosformer {cosformer.__version__}\n"
 
 
+@pytest.mark.parametrize("words", [[], ["--help"], ["--version"], ["nonsense"]])
+def test_what_needs_no_torch_does_not_wait_for_it(words):
+    code = (
+        "import sys\nfrom cosformer.__main__ import main\ntry: main()\nfinally: assert 'torch' "
+        "not in sys.modules"
+    )
+    ran = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    if words == ["nonsense"]:
+        assert ran.stderr.startswith("cosformer: unknown verb 'nonsense'; one of compare, train"), ran.stderr
+    else:
+        assert ran.returncode == 0 and ran.stdout, ran.stderr
+
+
+def test_public_names_are_there_when_asked_for():
+    assert set(cosformer.__all__) < set(dir(cosformer))
+    assert all(getattr(cosformer, name) is not None for name in cosformer.__all__)
+    assert cosformer.State is cosformer.ops.State
+    with pytest.raises(AttributeError, match="module 'cosformer' has no attribute 'nothing'"):
+        _ = cosformer.nothing
+
+
 def test_help_names_every_verb_and_option(capsys, monkeypatch):
     out = said(capsys, monkeypatch, "--help")
     assert out == said(capsys, monkeypatch) == said(capsys, monkeypatch, "-h")
@@ -42,11 +64,11 @@ def test_info_has_help_and_takes_nothing_else(capsys, monkeypatch):
 
 
 def test_every_bench_option_has_help_and_its_default():
-    for action in bench.parser()._actions:
+    for action in command.parser()._actions:
         assert action.help, action.option_strings
         silent = action.default in (None, False, "==SUPPRESS==")
         assert silent or "(default: " in action.help, f"{action.option_strings[0]} does not say its default"
-    bench.parser().format_help()  # every % is a field argparse knows
+    command.parser().format_help()  # every % is a field argparse knows
 
 
 def test_a_missing_library_is_named_with_what_brings_it(monkeypatch):

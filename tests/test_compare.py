@@ -1,4 +1,4 @@
-"""cosformer compare: cells are run once, in any order of interruptions, with the same losses; what it measures is so."""
+"""cosformer compare: cells are run once, with the same losses after any interruption; it keeps its time."""
 
 import dataclasses
 import json
@@ -7,11 +7,12 @@ import math
 import pytest
 import torch
 
-from cosformer import compare, models, reference, tasks
-from cosformer.bench import exactness
-from cosformer.compare import budget, pictures, plan
-from cosformer.compare import quality as quality_of
-from cosformer.report.results import check
+from cosformer import compare, reference, tasks
+from cosformer.compare import budget, command, comparison, looks, plan, quality
+from cosformer.compare.comparison import Comparison
+from cosformer.compare.quality import Cell
+from cosformer.results import Cost, Exactness, Machine, Picture, Positions, Quality, Run, Search, of, read
+from cosformer.train import models
 
 TOY = plan.Subject(
     name="copy",
@@ -19,28 +20,24 @@ TOY = plan.Subject(
     title="Copying",
     data="generated",
     task="copy",
-    task_settings={"length": 16, "examples": [64, 16, 16]},
+    settings={"length": 16, "examples": [64, 16, 16]},
     size="toy",
-    training=plan.fast(1e-3, 4),
+    batch=4,
     eval_examples=8,
     test_examples=8,
 )
 MIXERS = ["softmax+rope", "cosformer-paper", "linformer"]
 
 
-def run(out, *, subjects=(TOY,), mixers=MIXERS, **options):
-    options = {"minutes": 0.01, "steps": 4, "lengths": [256], **options}
-    return compare.compare(list(subjects), mixers, out=out, **options)
+def run(out, *, subjects=(TOY,), mixers=MIXERS, seeds=None, steps=4, minutes=None):
+    """Train what is missing; all rows."""
+    made = Comparison(out, minutes=minutes)
+    made.train(list(subjects), mixers, seeds=seeds, steps=steps)
+    return made.end("cosformer compare")
 
 
-@pytest.fixture
-def only_quality(monkeypatch):
-    """Leave the measurements out: `finished` has them, and they start processes."""
-    monkeypatch.setattr(compare, "measure", lambda *args, **kwargs: None)
-
-
-def quality(rows):
-    return {(row["mixer"], row["seed"]): row for row in rows if row["kind"] == "quality"}
+def cells(rows):
+    return {(row.mixer, row.seed): row for row in of(rows, Quality)}
 
 
 @pytest.fixture(scope="module")
@@ -48,39 +45,39 @@ def finished(tmp_path_factory):
     """A finished comparison, and what it returned."""
     torch.manual_seed(0)
     out = tmp_path_factory.mktemp("compare")
+    with pytest.MonkeyPatch.context() as short:
+        short.setattr(comparison, "MOST_SECONDS", 0.2)
+        Comparison(out, minutes=None).measure(MIXERS, [256])
     return out, run(out)
 
 
 def test_every_cell_has_a_row_and_a_refusal_its_reason(finished):
     out, rows = finished
-    cells = quality(rows)
-    assert {mixer for mixer, _ in cells} == set(MIXERS)
-    refused = cells.pop(("linformer", 0))
-    assert refused["status"] == "refused" and "mixture of all positions" in refused["reason"]
-    for row in cells.values():
-        assert (
-            row["status"] == "done"
-            and row["metric"] == "accuracy"
-            and row["value"] == row["metrics"]["accuracy"]
-        )
-        assert row["tokens"] == 4 * 4 * 16 and row["parameters"] > 50_000 and row["seconds"] > 0
-        assert [p["step"] for p in row["curve"] if "value" in p] == [0, 1, 2, 3, 4]
-        assert all(math.isfinite(p["loss"]) for p in row["curve"] if "loss" in p)
-        assert "--max_steps 4" in row["command"] and "task.length=16" in row["command"]
-    assert [json.loads(line) for line in (out / "results.jsonl").read_text().splitlines()] == rows
+    found = cells(rows)
+    assert {mixer for mixer, _ in found} == set(MIXERS)
+    refused = found.pop(("linformer", 0))
+    assert refused.status == "refused" and "mixture of all positions" in refused.reason
+    for row in found.values():
+        assert row.status == "done" and row.metric == "accuracy" and row.value == row.metrics["accuracy"]
+        assert row.tokens == 4 * 4 * 16 and row.parameters > 50_000 and row.seconds > 0
+        assert [p["step"] for p in row.curve if "value" in p] == [0, 1, 2, 3, 4]
+        assert all(math.isfinite(p["loss"]) for p in row.curve if "loss" in p)
+        assert "--max_steps 4" in row.command and "task.length=16" in row.command
+        assert 0 <= row.waited <= 1 and row.learned is False  # four steps teach nothing
+    assert read(out / "results.jsonl") == rows
     assert not list(out.glob("cells/*/checkpoint-*"))
 
 
 def test_the_other_rows_are_there(finished):
     _, rows = finished
-    assert {(r["mixer"], r["work"]) for r in rows if r["kind"] == "cost"} == {
-        (mixer, work) for mixer in ("softmax+rope", "cosformer-paper") for work in ("training", "decoding")
+    assert {(row.mixer, row.work) for row in of(rows, Cost)} == {
+        (mixer, work) for mixer in MIXERS[:2] for work in ("training", "decoding")
     }
-    for row in (r for r in rows if r["kind"] == "cost"):
-        assert 0 < row["ms_low"] <= row["ms"] <= row["ms_high"]
-        assert row["memory_mib"] > 0 if row["work"] == "training" else row["cache_bytes"] > 0
-    assert {r["what"] for r in rows if r["kind"] == "exactness"} == {"output", "gradient"}
-    assert rows[-1]["kind"] == "run" and rows[-1]["seeds"] == [0] and rows[-1]["torch"] == torch.__version__
+    for row in of(rows, Cost):
+        assert 0 < row.ms_low <= row.ms <= row.ms_high
+        assert row.memory_mib > 0 if row.work == "training" else row.cache_bytes > 0
+    assert {row.what for row in of(rows, Exactness)} == {"output", "gradient"}
+    assert isinstance(rows[0], Machine) and rows[0].torch == torch.__version__ and isinstance(rows[-1], Run)
 
 
 def test_a_second_start_repeats_nothing(finished, capsys):
@@ -88,16 +85,14 @@ def test_a_second_start_repeats_nothing(finished, capsys):
     before = (out / "results.jsonl").read_text()
     again = run(out)
     assert (out / "results.jsonl").read_text().startswith(before)
-    assert [row["kind"] for row in again[len(rows) :]] == ["run"]
-    assert "3 of 3 cells are done already" in capsys.readouterr().out
+    assert [row.kind for row in again[len(rows) :]] == ["run"]
+    assert "copy: 3 of 3 cells are done already" in capsys.readouterr().out
 
 
-def test_mixers_are_added_to_a_comparison(finished, only_quality):
+def test_mixers_are_added_to_a_comparison(finished):
     out, rows = finished
-    again = run(out, mixers=[*MIXERS, "elu"])
-    assert [(r["kind"], r.get("mixer")) for r in again if r not in rows and r["kind"] == "quality"] == [
-        ("quality", "elu")
-    ]
+    added = [row.mixer for row in of(run(out, mixers=[*MIXERS, "elu"]), Quality) if row not in rows]
+    assert added == ["elu"]
 
 
 class Killed(BaseException):
@@ -105,10 +100,8 @@ class Killed(BaseException):
 
 
 @pytest.mark.parametrize("moment", range(6))
-def test_killed_at_any_moment_it_finishes_with_the_same_losses(
-    finished, only_quality, tmp_path, monkeypatch, moment
-):
-    want = quality(finished[1])
+def test_killed_at_any_moment_it_finishes_with_the_same_losses(finished, tmp_path, monkeypatch, moment):
+    want = cells(finished[1])
     steps = 0
 
     def die(self, *args, **kwargs):
@@ -118,182 +111,135 @@ def test_killed_at_any_moment_it_finishes_with_the_same_losses(
             raise Killed
 
     with monkeypatch.context() as broken:
-        broken.setattr(compare.Board, "on_step_end", die)
+        broken.setattr(comparison.Board, "on_step_end", die)
         with pytest.raises(Killed):
             run(tmp_path)
     with (tmp_path / "results.jsonl").open("a") as file:
         file.write('{"kind": "quality", "mixer": "sof')  # the line it was writing
     got = run(tmp_path)
-    lines = [(r["mixer"], r["seed"]) for r in got if r["kind"] == "quality"]
+    lines = [(row.mixer, row.seed) for row in of(got, Quality)]
     assert sorted(lines) == sorted(set(lines)) and set(lines) == {(m, 0) for m in MIXERS}
-    for key, row in quality(got).items():
-        assert row.get("value") == want[key].get("value")
-        losses = [
-            [(p["step"], p.get("loss"), p.get("eval_loss")) for p in r.get("curve", [])]
-            for r in (row, want[key])
-        ]
+    for key, row in cells(got).items():
+        assert row.value == want[key].value
+        losses = [[(p["step"], p.get("loss"), p.get("eval_loss")) for p in r.curve] for r in (row, want[key])]
         assert losses[0] == losses[1]
 
 
 def test_another_comparison_in_the_same_folder_is_refused(finished):
     with pytest.raises(ValueError, match="holds another comparison of copy; choose another --out"):
-        run(finished[0], subjects=[dataclasses.replace(TOY, size="tiny")])
+        run(finished[0], subjects=[dataclasses.replace(TOY, size="tiny")], mixers=["elu", "relu"])
     with pytest.raises(ValueError, match="holds another comparison of copy"):
-        run(finished[0], steps=5)
+        run(finished[0], steps=5, mixers=["relu"])
 
 
-def test_seeds_are_different_runs(tmp_path, only_quality):
-    cells = quality(run(tmp_path, mixers=["cosformer"], seeds=2, steps=2))
-    assert set(cells) == {("cosformer", 0), ("cosformer", 1)}
-    assert cells["cosformer", 0]["curve"][0]["eval_loss"] != cells["cosformer", 1]["curve"][0]["eval_loss"]
+def test_seeds_are_different_runs(tmp_path):
+    found = cells(run(tmp_path, mixers=["cosformer"], seeds=[0, 3], steps=2))
+    assert set(found) == {("cosformer", 0), ("cosformer", 3)}
+    assert found["cosformer", 0].curve[0]["eval_loss"] != found["cosformer", 3].curve[0]["eval_loss"]
 
 
-def test_a_subject_starts_from_the_model_of_another(tmp_path, only_quality):
+def test_a_subject_starts_from_the_model_of_another_and_reads_with_its_tokenizer(tmp_path):
     said = [f"number {i} is {'odd' if i % 2 else 'even'}" for i in range(600)]
-    (tmp_path / "texts.csv").write_text(
-        "text,label\n" + "\n".join(f"{line},{i % 2}" for i, line in enumerate(said[:60]))
-    )
+    table = "text,label\n" + "\n".join(f"{line},{i % 2}" for i, line in enumerate(said[:60]))
+    (tmp_path / "texts.csv").write_text(table)
     (tmp_path / "texts.txt").write_text("\n".join(said))
-    shared = {"title": "", "data": "ours", "group": "finetune", "size": "toy", "training": plan.fast(1e-3, 4)}
-    shared |= {"eval_examples": 4, "test_examples": 4}
-    texts, table = (
-        {"data": str(tmp_path / name), "length": 64, "holdout": 0.2} for name in ("texts.txt", "texts.csv")
-    )
-    first = plan.Subject(name="before", task="mlm", task_settings=texts, **shared)
-    then = plan.Subject(name="after", task="classify", task_settings=table, after="before", **shared)
+    first = dataclasses.replace(
+        TOY, name="before", task="mlm", test_examples=4,
+        settings={"data": str(tmp_path / "texts.txt"), "length": 64, "holdout": 0.2, "tokenizer": "bpe:300"},
+    )  # fmt: skip
+    then = dataclasses.replace(
+        TOY, name="after", task="classify", test_examples=4, after="before", pretrain={"max_steps": 1},
+        settings={"data": str(tmp_path / "texts.csv"), "length": 64, "holdout": 0.2, "tokenizer": "start"},
+    )  # fmt: skip
     rows = run(tmp_path / "out", subjects=[first, then], mixers=["cosformer"], steps=2)
-    assert [r["status"] for r in rows if r["kind"] == "quality"] == ["done", "done"]
-    assert "--start before-cosformer-0" in next(r["command"] for r in rows if r.get("subject") == "after")
-
-
-def test_a_model_that_could_not_be_trained_is_not_started_from(tmp_path, monkeypatch, only_quality):
-    real = compare.cell
-
-    def diverges(subject, *args, **kwargs):
-        if subject.name == "first":
-            return {
-                "kind": "quality",
-                "subject": "first",
-                "mixer": "elu",
-                "seed": 0,
-                "status": "failed",
-                "reason": "the loss is nan",
-            }
-        return real(subject, *args, **kwargs)
-
-    monkeypatch.setattr(compare, "cell", diverges)
-    subjects = [dataclasses.replace(TOY, name="first"), dataclasses.replace(TOY, name="then", after="first")]
-    *_, row, _ = run(tmp_path, subjects=subjects, mixers=["elu"])
-    assert (row["subject"], row["status"], row["reason"]) == (
-        "then",
-        "failed",
-        "first left no model to start from",
-    )
-
-
-def test_speed_counts_tokens_not_lines(tmp_path):
-    """A thousand long tokens at 10 a second and ten short ones at 1,000: the median line would say what hardly any token had."""
-    lines = [
-        {"tokens": n, "tokens_per_second": s} for n, s in ((5, 1_000.0), (1_005, 10.0), (1_010, 1_000.0))
+    assert [row.status for row in of(rows, Quality)] == ["done", "done"]
+    last = of(rows, Quality)[-1]
+    assert "--start before-cosformer-0" in last.command and "--pretrain-first" in last.command
+    vocabulary = [
+        models.AutoConfig.from_pretrained(tmp_path / "out" / "cells" / f"{name}-cosformer-0").vocab_size
+        for name in ("before", "after")
     ]
-    (tmp_path / "metrics.jsonl").write_text(
-        "\n".join(json.dumps(line) for line in [*lines, {"tokens": 1_010, "eval_loss": 1.0}]) + "\n"
-    )
-    assert quality_of.speed_of(str(tmp_path)) == pytest.approx(1_010 / (5 / 1_000 + 1_000 / 10 + 5 / 1_000))
+    assert vocabulary == [300, 300]
+    assert [row.subject for row in of(rows, Picture)] == ["before"]
 
 
-# What fits the time.
+def test_a_model_that_could_not_be_trained_is_not_started_from(tmp_path, monkeypatch):
+    def diverges(run, **more):
+        raise quality.train.NotFinite("the loss is nan at step 1; lower the rate")
+
+    monkeypatch.setattr(quality.train, "train", diverges)
+    subjects = [dataclasses.replace(TOY, name="first"), dataclasses.replace(TOY, name="then", after="first")]
+    first, then = of(run(tmp_path, subjects=subjects, mixers=["elu"]), Quality)
+    assert (first.status, first.reason) == ("failed", "the loss is nan at step 1")
+    assert (then.status, then.reason) == ("failed", "first left no model to start from")
 
 
-def test_steps_that_fit_keep_the_budget_and_are_round():
-    seconds = {"a": 0.1, "b": 0.3}
-    subject = dataclasses.replace(TOY, eval_examples=8, test_examples=16)
-    found = [budget.steps_that_fit(subject, seconds, room) for room in (0, 10, 60, 600, 1e9)]
-    assert found == sorted(found) and set(found) <= set(budget.STEPS)
-    assert found[0] == budget.STEPS[0] and found[-1] == budget.STEPS[-1]
-    for room, steps in zip((60, 600), found[2:4]):
-        assert steps * sum(seconds.values()) <= room < 2.2 * steps * sum(seconds.values()) + 20
-    assert budget.steps_that_fit(dataclasses.replace(subject, most_steps=100), seconds, 1e9) == 100
+def test_speed_counts_tokens_not_lines():
+    """A thousand long tokens at 10 a second, ten short ones at 1,000: few tokens had the median line's."""
+    timed = ((5, 1_000.0), (1_005, 10.0), (1_010, 1_000.0))
+    lines = [{"tokens": n, "tokens_per_second": s} for n, s in timed] + [{"tokens": 1_010, "eval_loss": 1.0}]
+    assert quality.speed_of(lines) == pytest.approx(1_010 / (5 / 1_000 + 1_000 / 10 + 5 / 1_000))
 
 
-@pytest.mark.parametrize(("slower", "steps"), [(1.0, 400), (1.4, 400), (1.6, 200), (4.0, 100)])
-def test_a_machine_that_grows_slow_trains_what_has_not_begun_for_fewer_steps(
-    slower, steps, monkeypatch, capsys, tmp_path, only_quality
-):
-    """Planned at a tenth of a second a step; then the first subject's cells take `slower` times what was expected."""
-    clock, trained = [0.0], []
-    monkeypatch.setattr(budget.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(budget, "seconds_a_step", lambda *args: 0.1)
-
-    def cell(subject, mixer, seed, *, steps, **rest):
-        clock[0] += slower * budget.cell_seconds(
-            subject, 0.1, steps
-        )  # what was reckoned with when the steps were chosen
-        trained.append((subject.name, mixer, steps))
-        return {
-            "kind": "quality",
-            "subject": subject.name,
-            "mixer": mixer,
-            "seed": seed,
-            "status": "refused",
-            "reason": "invented",
-        }
-
-    monkeypatch.setattr(compare, "cell", cell)
-    subjects = [dataclasses.replace(TOY, name=name) for name in ("first", "second")]
-    run(tmp_path, subjects=subjects, mixers=["softmax", "elu"], minutes=4, steps=None)
-    planned = trained[0][2]
-    assert planned == 400 and trained[:2] == [("first", "softmax", planned), ("first", "elu", planned)]
-    assert trained[2:] == [("second", "softmax", steps), ("second", "elu", steps)]
-    assert json.loads((tmp_path / "plan.json").read_text())["second"]["steps"] == steps
-    told = f"second: {steps} steps instead of 400; the machine is {slower / budget.STARTING:.1f}x slower than planned"
-    assert (told in capsys.readouterr().out) == (steps < planned)
+def test_the_most_frequent_answer_is_that_of_the_examples_scored():
+    task = tasks.build("copy", length=8, symbols=2, examples=(1, 1, 40))
+    labels = torch.stack([task.test[i]["labels"] for i in range(40)])
+    counts = torch.bincount(labels[labels != tasks.IGNORE])
+    assert quality.most_frequent(task, 40) == pytest.approx(counts.max().item() / counts.sum().item())
+    assert quality.most_frequent(dataclasses.replace(task, metric="perplexity"), 40) is None
 
 
-@pytest.mark.parametrize(
-    ("argv", "said"),
-    [
-        (["--full"], "--full needs --data"),
-        (["--tasks", "lm", "poetry"], "--tasks poetry: one of lm, listops, recall"),
-        (["--mixers", "softmax", "nobody"], "mixer is 'nobody'; one of cosformer"),
-        (["--mixers", "softmax+sine"], "after \\+ only rope is known"),
-        (["--full", "--data", "nowhere"], "nowhere/wikitext-2"),
-        (["--minutes", "0"], "--minutes is 0; it must be more"),
-        (["--seeds", "0"], "--seeds is 0; it must be at least 1"),
-        (["--steps", "0"], "--steps is 0; it must be at least 1"),
-    ],
-    ids=str,
-)
-def test_bad_arguments_are_refused(argv, said, tmp_path):
-    with pytest.raises(SystemExit, match=said):
-        compare.main([*argv, "--out", str(tmp_path / "out")])
+# Rates of learning.
 
 
-# Pictures and exactness.
+def test_every_mixer_is_searched_alike_and_trained_with_its_best_rate(tmp_path, monkeypatch, capsys):
+    subject = dataclasses.replace(TOY, rates=(1e-30, 1e-3))
+    mixers, seen = ["softmax+rope", "cosformer"], []
+    real = quality.train.train
+    monkeypatch.setattr(quality.train, "train", lambda run, **more: seen.append(run) or real(run, **more))
+    rows = run(tmp_path, subjects=[subject], mixers=mixers, seeds=[0, 1], steps=20)
+    search = of(rows, Search)
+    alike = [(mixer, rate, 2) for mixer in mixers for rate in subject.rates]
+    assert [(row.mixer, row.rate, row.steps) for row in search] == alike  # once for all seeds
+    assert all(slow.loss > fast.loss for slow, fast in zip(search[0::2], search[1::2]))
+    assert {row.rate for row in of(rows, Quality)} == {1e-3}
+    assert not list((tmp_path / "search").rglob("*.safetensors"))
+    assert "cosformer: rate 0.001; loss after 2 steps " in capsys.readouterr().out
+    seen.clear()
+    again = run(tmp_path, subjects=[subject], mixers=mixers, seeds=[0, 1, 2], steps=20)
+    assert len(of(again, Search)) == len(search) and len(seen) == 2  # what was searched is known
+
+
+# What a language model does with its context.
+
+
+def test_loss_by_position_has_the_mean_of_the_whole(tmp_path):
+    (tmp_path / "a.txt").write_text("a few words, again and again. " * 300)
+    settings = {"data": str(tmp_path / "a.txt"), "length": 64, "isolate": False}
+    subject = dataclasses.replace(TOY, name="lm", task="lm", settings=settings, by_position=True)
+    (row,) = of(run(tmp_path / "out", subjects=[subject], mixers=["cosformer"]), Positions)
+    assert row.ends == [16, 32, 63] and row.texts >= 1
+    cell = Cell(subject, "cosformer", 0, tmp_path / "out")
+    task = quality.task_of(cell.run(4, 1e-3))
+    model = models.load(str(cell.folder("lm")), task.kind).eval()
+    windows = [
+        task.test[i]["input_ids"] for i in range(len(task.test)) if len(task.test[i]["input_ids"]) == 64
+    ]
+    ids = torch.stack(windows)
+    with torch.no_grad():
+        want = model(input_ids=ids, labels=ids).loss.item()
+    sizes = [end - start for start, end in zip([0, *row.ends], row.ends)]
+    assert sum(n * loss for n, loss in zip(sizes, row.loss)) / 63 == pytest.approx(want, rel=1e-4)
 
 
 @pytest.mark.parametrize("mixer", ["softmax", "softmax+rope", "cosformer-paper", "cosformer", "elu"])
 def test_a_picture_shows_weights(mixer):
     task = tasks.build("copy", length=16, examples=(4, 4, 4))
     model = models.build(task, mixer=mixer, size="toy")
-    found = pictures.matrices(model, task.test[0]["input_ids"][None], 1)
+    found = looks.matrices(model, task.test[0]["input_ids"][None], 1)
     assert found.shape == (2, 16, 16) and found.min() >= 0
     torch.testing.assert_close(found.sum(-1), torch.ones(2, 16), rtol=1e-4, atol=1e-4)
     assert torch.equal(found, found.tril())
-
-
-def test_a_row_of_a_picture_is_one_the_report_takes(finished):
-    out, _ = finished
-    task = tasks.build("copy", length=16, examples=(4, 4, 4))
-    rows = pictures.rows("copy", task, "cosformer-paper", str(out / "cells" / "copy-cosformer-paper-0"))
-    assert [row["figure"] for row in rows] == ["trained", "paper"]
-    found = check(json.loads(json.dumps(rows)))
-    assert len(found.pictures) == 2 and not found.skipped
-
-
-def test_the_report_takes_every_row(finished):
-    found = check(finished[1])
-    assert not found.skipped and len(found.quality) == 3 and found.cost and found.exactness and found.runs
 
 
 def test_the_picture_of_the_paper_is_the_definition():
@@ -303,64 +249,96 @@ def test_the_picture_of_the_paper_is_the_definition():
     attention = model.model.layers[0].self_attn
     attention.q_proj.register_forward_hook(lambda m, a, out: seen.update(q=out))
     attention.k_proj.register_forward_hook(lambda m, a, out: seen.update(k=out))
-    found = pictures.matrices(model, task.test[0]["input_ids"][None], 0)
+    found = looks.matrices(model, task.test[0]["input_ids"][None], 0)
     q, k = (seen[name].unflatten(-1, (2, -1)).transpose(1, 2) for name in "qk")
     want = reference.weights(q, k, horizon=16, causal=True)[0]
     torch.testing.assert_close(found, want / want.sum(-1, keepdim=True), rtol=1e-4, atol=1e-5)
 
 
-def test_exactness_sees_a_wrong_backend(monkeypatch):
-    assert all(0 <= row["difference"] <= row["allowed"] for row in exactness.rows())
-    right = exactness.cosformer_attention
-    monkeypatch.setattr(
-        exactness, "cosformer_attention", lambda *x, horizon, **o: right(*x, horizon=1.01 * horizon, **o)
-    )
-    wrong = [row for row in exactness.rows() if row["mode"] != "stream"]
-    assert wrong and all(row["difference"] > row["allowed"] for row in wrong)
+# What fits the time.
+
+
+def test_steps_that_fit_keep_the_budget_and_are_round():
+    seconds = [0.1, 0.3]
+    subject = dataclasses.replace(TOY, test_examples=16)
+    found = [budget.steps_that_fit(subject, seconds, room) for room in (0, 10, 60, 600, 1e9)]
+    assert found == sorted(found) and set(found) <= set(budget.STEPS)
+    assert found[0] == budget.STEPS[0] and found[-1] == budget.STEPS[-1]
+    for room, steps in zip((60, 600), found[2:4]):
+        assert steps * sum(seconds) <= room < 2.2 * steps * sum(seconds) + 20
+    assert budget.steps_that_fit(dataclasses.replace(subject, most_steps=100), seconds, 1e9) == 100
+
+
+@pytest.mark.parametrize("slower", [0.8, 1.0, 1.6, 4.0])
+def test_it_keeps_the_minutes_it_was_asked_for(slower, monkeypatch, tmp_path):
+    """Steps are timed at a tenth of a second; then cells take `slower` times what was expected of them."""
+    clock, trained = [0.0], []
+    monkeypatch.setattr(budget.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(budget, "seconds_a_step", lambda cell: 0.1)
+
+    def pretend(cell, steps, rate, watch):
+        clock[0] += slower * budget.cell_seconds(cell.subject, 0.1, steps)
+        trained.append(steps)
+        return dataclasses.replace(ROW, subject=cell.subject.name, mixer=cell.mixer)
+
+    monkeypatch.setattr(comparison, "trained", pretend)
+    subjects = [dataclasses.replace(TOY, name=name) for name in "abcd"]
+    run(tmp_path, subjects=subjects, mixers=["softmax", "elu"], minutes=8, steps=None)
+    assert trained[0::2] == trained[1::2]  # all mixers of a subject alike
+    least = slower > 2  # the first subject alone takes its share four times over
+    assert 0.5 * 480 < clock[0] < (1.3 if least else 1.05) * 480
+    if slower > 1.5:
+        assert trained[-1] < trained[0]  # what has not begun is shortened
+
+
+ROW = Quality(
+    subject="", group="toy", task="copy", title="", data="", mixer="", seed=0, size="", length=16, batch=4,
+    steps=1, rate=1e-3, metric="accuracy", greater_is_better=True, examples=8, settings={}, command="",
+    status="refused",
+)  # fmt: skip
 
 
 def test_measurements_are_taken_where_they_are_missing(finished, monkeypatch):
     """A kill between two rows, a mixer or a length that came later: the rest is measured, nothing twice."""
-    out, _ = finished
-    results = compare.Results(out / "results.jsonl")
-    results.rows = [row for row in results.rows if row["kind"] != "exactness"]
+    made = Comparison(finished[0], minutes=1.0)
+    made.results.rows = [row for row in made.results.rows if not isinstance(row, Exactness)]
+    monkeypatch.setattr(made.results, "add", made.results.rows.append)
     asked = []
-    monkeypatch.setattr(results, "add", results.rows.append)
-    monkeypatch.setattr(compare.exactness, "rows", lambda: [{"kind": "exactness"}])
     for work in ("training", "decoding"):
-        say = lambda mixers, lengths, work=work, **_: asked.append((work, mixers, lengths)) or []
-        monkeypatch.setattr(compare.cost, work, say)
-    again = lambda mixers, lengths: compare.measure(
-        results, mixers, [TOY], out=out, lengths=lengths, seconds=1.0, board=compare.Board()
-    )
-    again(MIXERS, [256])
-    assert not asked and {"kind": "exactness"} in results.rows
-    again(MIXERS, [256, 512])
-    assert asked == [(work, MIXERS[:2], [512]) for work in ("training", "decoding")]
-    again([*MIXERS, "elu"], [256])
-    assert asked[2:] == [("training", [*MIXERS[:2], "elu"], [256])]
+        say = lambda mixers, length, work=work, **_: asked.append((work, mixers, length)) or []
+        monkeypatch.setattr(comparison.bench, work, say)
+    made.measure(MIXERS, [256])
+    assert not asked and of(made.results.rows, Exactness)
+    made.measure(MIXERS, [256, 512])
+    assert asked == [(work, MIXERS[:2], 512) for work in ("training", "decoding")]
+    made.measure([*MIXERS, "elu"], [256])
+    assert asked[2:] == [(work, [*MIXERS[:2], "elu"], 256) for work in ("training", "decoding")]
+
+
+def test_cost_takes_no_more_than_twice_its_share_of_the_time(tmp_path, monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr(comparison.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(comparison.exactness, "rows", list)
+    monkeypatch.setattr(comparison.bench, "able", lambda mixer, work: True)
+    for work in ("training", "decoding"):
+        slow = lambda mixers, length, **_: clock.__setitem__(0, clock[0] + length) or []
+        monkeypatch.setattr(comparison.bench, work, slow)
+    Comparison(tmp_path, minutes=10.0).measure(["elu"], [16, 64, 128])
+    assert clock[0] == 16 + 16 + 64 + 64 + 128  # of 600 seconds 90 are its share
+    assert "cost: the time for it is up; decoding at 128 is left out" in capsys.readouterr().out
 
 
 def test_a_text_of_a_few_rows_is_enough(tmp_path):
     (tmp_path / "a.txt").write_text("a few words, again and again. " * 60)
     subject = plan.demo(str(tmp_path / "a.txt"), 64)[0]
-    assert budget.seconds_a_step(subject, subject.build(), "cosformer") > 0
+    assert budget.seconds_a_step(Cell(subject, "cosformer", 0, tmp_path)) > 0
 
 
-def test_a_subject_has_begun_when_a_run_of_it_has(tmp_path):
-    results = compare.Results(tmp_path / "results.jsonl")
-    asked = lambda: compare.is_begun(TOY, MIXERS, 2, results, out=tmp_path)
-    assert not asked()
-    folder = compare.folder_of(TOY, MIXERS[1], 1, out=tmp_path)
-    folder.mkdir(parents=True)
-    (folder / "run.json").write_text("{}")  # interrupted: no row yet, but its number of steps is fixed
-    assert asked()
-
-
-def test_a_step_is_timed_on_batches_like_those_of_the_training():
+def test_a_step_is_timed_on_batches_like_those_of_the_training(monkeypatch, tmp_path):
     """Grouped by length: of neighbours in length, from the longer half; else as they come."""
-    grouped = dataclasses.replace(TOY, training=plan.fast(1e-3, 4, **plan.ALIKE))
-    task, seen = TOY.build(), []
+    grouped = dataclasses.replace(TOY, training=plan.ALIKE)
+    cell, seen = Cell(TOY, "elu", 0, tmp_path), []
+    task = quality.task_of(cell.run(1, 1e-3))
     batch = task.collate([task.train[i] for i in range(4)])
     rows = [{"input_ids": torch.arange(2 + 5 * i % 32)} for i in range(32)]
 
@@ -369,7 +347,64 @@ def test_a_step_is_timed_on_batches_like_those_of_the_training():
         return batch
 
     made = dataclasses.replace(task, train=rows, collate=collate)
-    budget.seconds_a_step(grouped, made, "elu")
-    budget.seconds_a_step(TOY, made, "elu")
+    monkeypatch.setattr(budget, "task_of", lambda run: made)
+    budget.seconds_a_step(dataclasses.replace(cell, subject=grouped))
+    budget.seconds_a_step(cell)
     assert seen[:3] == [list(range(n, n + 4)) for n in (18, 22, 26)]
     assert seen[3:] == [sorted(len(row["input_ids"]) for row in rows[n : n + 4]) for n in (0, 4, 8)]
+
+
+# The command line.
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--full"], "wikitext2-lm needs --data: the folder that holds wikitext-2"),
+        (["--full", "--minutes", "9"], "--minutes goes with the default comparison"),
+        (["--subjects", "lm", "poetry"], "--subjects poetry: one of lm, listops, recall, cost"),
+        (["--mixers", "softmax", "nobody"], "unknown mixer 'nobody'; one of bigbird"),
+        (["--mixers", "softmax+sine"], "positions 'sine' is unknown; one of rope"),
+        (["--full", "--data", "nowhere", "--subjects", "sst2"], "nowhere/wikitext-2"),
+        (["--minutes", "0"], "--minutes is 0; it must be more"),
+        (["--seeds", "-1"], "--seeds -1: a seed is at least 0"),
+        (["--steps", "0"], "--steps is 0; it must be at least 1"),
+    ],
+    ids=str,
+)
+def test_bad_arguments_are_refused(argv, said, tmp_path):
+    with pytest.raises(SystemExit, match=said):
+        compare.main([*argv, "--out", str(tmp_path / "out")])
+
+
+def test_the_plan_is_said_before_anything_is_done(monkeypatch, capsys):
+    monkeypatch.setattr(command, "carry_out", lambda *args, **kwargs: None)
+    compare.main(["--minutes", "3", "--out", "there"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "20 cells, 3 minutes, steps sized to them; results in there"
+    assert "lm                 10 mixers: Language model on bytes" in lines[2]
+    compare.main(["--full", "--data", "sets", "--subjects", "wikitext2-lm", "cost"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "9 cells, as long as it takes; results in runs/compare-full"
+    assert "3 mixers x 3 seeds x 1,000 steps, the best of 3 rates" in lines[2]
+
+
+def test_the_subjects_of_the_evidence_can_be_had():
+    """What needs no data builds its task and its models; the others' settings are their task's."""
+    for subject in plan.full("nowhere"):
+        assert set(subject.settings) <= set(tasks.settings(subject.task)), subject.name
+        if "data" not in subject.settings:
+            small = {"examples": (32, 4, 4)} | subject.settings
+            task = tasks.build(subject.task, **small)
+            for mixer in subject.mixers(plan.EVIDENCE):
+                models.build(task, mixer=mixer, size=subject.size, fields=subject.fields)
+    names = [subject.name for subject in plan.full("nowhere")]
+    assert len(names) == len(set(names)) and {"recall-64-8", "recall-128-16"} <= set(names)
+
+
+def test_from_the_command_to_the_report(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "demo", lambda *args: [TOY])
+    compare.main(["--subjects", "copy", "--mixers", "cosformer", "--steps", "2", "--out", str(tmp_path)])
+    assert (tmp_path / "report.html").stat().st_size > 1_000
+    assert "The report: " in capsys.readouterr().out
+    assert json.loads((tmp_path / "plan.json").read_text())["copy"]["steps"] == 2

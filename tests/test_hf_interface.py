@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from conftest import TOY, TOY_SEQ2SEQ, VOCAB, moved
 
 pytest.importorskip("transformers")
 
@@ -16,28 +17,10 @@ import cosformer.hf
 from cosformer import reference
 from cosformer.decay import ladder
 
-VOCAB, WIDTH, HEADS, POSITIONS, LENGTH = 50, 32, 4, 96, 11
+WIDTH, HEADS, POSITIONS, LENGTH = TOY["hidden_size"], 4, TOY["max_position_embeddings"], 11
 NARROW = {
-    "hidden_size": WIDTH,
-    "num_hidden_layers": 2,
-    "num_attention_heads": HEADS,
-    "initializer_range": 0.3,
+    key: TOY[key] for key in ("hidden_size", "num_hidden_layers", "num_attention_heads", "initializer_range")
 }
-TEXT = NARROW | {
-    "vocab_size": VOCAB,
-    "intermediate_size": 48,
-    "max_position_embeddings": POSITIONS,
-    "pad_token_id": 0,
-}
-BART = {
-    "d_model": WIDTH,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": HEADS,
-    "init_std": 0.3,
-}
-BART |= {"decoder_attention_heads": HEADS, "encoder_ffn_dim": 48, "decoder_ffn_dim": 48}
-BART |= {"vocab_size": VOCAB, "max_position_embeddings": POSITIONS}
 
 CONFIGS = {
     "gpt2": tf.GPT2Config(
@@ -46,18 +29,18 @@ CONFIGS = {
         n_layer=2,
         n_head=HEADS,
         n_positions=POSITIONS,
-        initializer_range=0.3,
+        initializer_range=0.2,
         attn_pdrop=0.0,
     ),
-    "llama": tf.LlamaConfig(**TEXT, num_key_value_heads=2),
-    "qwen3": tf.Qwen3Config(**TEXT, num_key_value_heads=2, head_dim=8),
-    "bert": tf.BertConfig(**TEXT, attention_probs_dropout_prob=0.0),
-    "roberta": tf.RobertaConfig(**TEXT, attention_probs_dropout_prob=0.0),
-    "bart": tf.BartConfig(**BART),
+    "llama": tf.LlamaConfig(**TOY, num_key_value_heads=2),
+    "qwen3": tf.Qwen3Config(**TOY, num_key_value_heads=2, head_dim=8),
+    "bert": tf.BertConfig(**TOY, attention_probs_dropout_prob=0.0),
+    "roberta": tf.RobertaConfig(**TOY, attention_probs_dropout_prob=0.0),
+    "bart": tf.BartConfig(**TOY_SEQ2SEQ),
     "vit": tf.ViTConfig(**NARROW, intermediate_size=48, image_size=16, patch_size=4),
 }
 try:
-    CONFIGS["modernbert"] = tf.ModernBertConfig(**TEXT, layer_types=["full_attention"] * 2)
+    CONFIGS["modernbert"] = tf.ModernBertConfig(**TOY, layer_types=["full_attention"] * 2)
 except Exception:  # transformers 5.5 cannot build a ModernBERT without local layers
     assert tf.__version__.startswith("5.5.")
 AUTO = {
@@ -72,25 +55,13 @@ EVERY = list(CONFIGS)
 PADDED = [name for name in CONFIGS if name != "vit"]
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Toy tensors: a second thread costs more than it brings."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
 def build(name: str, implementation: str = "cosformer", **options):
     torch.manual_seed(0)
     config = copy.deepcopy(CONFIGS[name])
     if options:
         config.cosformer = options
     auto = AUTO.get(name, tf.AutoModelForMaskedLM)
-    model = auto.from_config(config, attn_implementation=implementation).double().eval()
-    for p in model.parameters():  # biases and norms away from 0 and 1, so that none hides a mistake
-        p.data += 0.1 * torch.randn_like(p)
-    return model
+    return moved(auto.from_config(config, attn_implementation=implementation).double()).eval()
 
 
 def inputs(name: str, batch: int = 2) -> dict:
@@ -104,7 +75,7 @@ def inputs(name: str, batch: int = 2) -> dict:
 
 
 def quadratic(module, query, key, value, attention_mask, **kwargs):
-    """The layer's attention as it is defined. Which layers are causal or cross is read from the test's own table."""
+    """The layer's attention as it is defined; what is causal or cross is read from the test's own table."""
     kind = module.kind
     options = {"horizon": math.inf} if kind == "cross" else {"horizon": module.horizon, "decay": module.decay}
     mask = None if attention_mask is None else attention_mask.bool()
@@ -143,14 +114,11 @@ def test_logits_are_the_definitions(name):
 @pytest.mark.parametrize("name", ("llama", "bert", "bart"))
 def test_horizon_and_decay_come_from_the_config(name):
     x = inputs(name)
-    got = build(name, horizon=40, decay="ladder")(**x).logits
-    want = judged(name, horizon=40, decay=ladder(HEADS, POSITIONS))(**x).logits
-    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)  # rates are float32
-    rates = [0.0, 0.1, 0.5, 2.0]
-    got = build(name, decay=rates)(**x).logits
-    torch.testing.assert_close(
-        got, judged(name, horizon=POSITIONS, decay=torch.tensor(rates))(**x).logits, atol=1e-6, rtol=1e-5
-    )
+    for given, rates in (("ladder", ladder(HEADS, 40)), (some := [0.0, 0.1, 0.5, 2.0], some)):
+        got = build(name, horizon=40, decay=given)(**x).logits
+        exact = torch.tensor(rates).double()  # constants are float32, and the definition would multiply so
+        want = judged(name, horizon=40, decay=exact)(**x).logits
+        torch.testing.assert_close(got, want, atol=1e-9, rtol=1e-7)
     assert (got - build(name)(**x).logits).abs().max() > 1e-3
 
 
@@ -253,11 +221,11 @@ def test_config_options_are_saved(tmp_path):
 
 
 def test_refuses_a_sliding_window():
-    config = tf.MistralConfig(**TEXT, sliding_window=4)
+    config = tf.MistralConfig(**TOY, sliding_window=4)
     model = tf.AutoModelForCausalLM.from_config(config, attn_implementation="cosformer")
     with pytest.raises(ValueError, match="sliding window"):
         model(**inputs("llama"))
-    local = tf.ModernBertConfig(**TEXT)  # every third layer global, the others local
+    local = tf.ModernBertConfig(**TOY)  # every third layer global, the others local
     with pytest.raises(ValueError, match="sliding window"):
         tf.AutoModel.from_config(local, attn_implementation="cosformer")(**inputs("bert"))
 
@@ -274,7 +242,7 @@ def test_refuses_a_four_dimensional_mask(name):
 
 def test_refuses_attention_sinks():
     config = tf.GptOssConfig(
-        **TEXT, num_local_experts=2, num_experts_per_tok=1, head_dim=8, layer_types=["full_attention"] * 2
+        **TOY, num_local_experts=2, num_experts_per_tok=1, head_dim=8, layer_types=["full_attention"] * 2
     )
     with pytest.raises(ValueError, match=r"attention sinks \(s_aux\)"):
         tf.AutoModelForCausalLM.from_config(config, attn_implementation="cosformer")(**inputs("llama"))
@@ -297,10 +265,10 @@ def test_refuses_packed_positions_and_preallocated_caches():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"decay": "gated"}, "'gated'; accepted are None"),
+        ({"decay": "gated"}, 'is "gated"; accepted are None'),
         ({"window": 3}, r"unknown \['window'\]; it may have horizon, decay"),
         ({"horizon": 5}, "11 tokens reach past the horizon of 5"),
-        ({"decay": [0.1]}, r"decay must have shape \(heads,\) = \(4,\)"),
+        ({"decay": [0.1]}, r"decay must be one rate, or one per head \(4\), .* got \(0.1,\)"),
     ],
 )
 def test_refuses_bad_options(options, message):
@@ -310,15 +278,13 @@ def test_refuses_bad_options(options, message):
 
 def test_past_the_positions_is_an_error():
     longer, model = torch.randint(0, VOCAB, (1, POSITIONS + 2)), build("llama")
-    said = (
-        r"98 tokens reach past the horizon of 96; .* set a larger horizon: config.cosformer = {'horizon': 98}"
-    )
+    said = r"130 tokens reach past the horizon of 128; .* larger horizon: config.cosformer = {'horizon': 130}"
     with pytest.raises(ValueError, match=said):
         model(longer)
     cache = model(longer[:, :-1]).past_key_values
     with pytest.raises(ValueError, match=said):
         model(longer[:, -1:], past_key_values=cache)
-    model.config.cosformer = {"horizon": 98}  # as the error says
+    model.config.cosformer = {"horizon": 130}  # as the error says
     assert model(longer).logits.isfinite().all()
     both = build("bert", horizon=LENGTH - 1)
     with pytest.raises(ValueError, match="11 tokens reach past the horizon of 10"):

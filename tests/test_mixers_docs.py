@@ -1,4 +1,4 @@
-"""docs/adding-a-mechanism.md, executed: the file it adds is discovered by a new interpreter and passes the contract."""
+"""docs/adding-a-mechanism.md, executed: what it adds is found, keeps the contract, trains and generates."""
 
 import os
 import re
@@ -12,7 +12,7 @@ BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "adding-a-mechanism
 
 
 def test_the_document_adds_mechanisms_that_keep_the_contract(tmp_path):
-    kernel, use, average = BLOCKS
+    kernel, use, fading, generating = BLOCKS
     package = tmp_path / "cosformer"
     shutil.copytree(ROOT / "src" / "cosformer", package, ignore=shutil.ignore_patterns("__pycache__"))
     # An editable install answers for `cosformer` before the path does; in the copy's interpreter it must not.
@@ -20,7 +20,7 @@ def test_the_document_adds_mechanisms_that_keep_the_contract(tmp_path):
         "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'Redirecting' not in type(f).__name__]\n"
     )
     (package / "mixers" / "squared.py").write_text(kernel)
-    (package / "mixers" / "average.py").write_text(average)
+    (package / "mixers" / "fading.py").write_text(fading)
 
     def run(*arguments):
         environment = {**os.environ, "PYTHONPATH": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
@@ -31,6 +31,7 @@ def test_the_document_adds_mechanisms_that_keep_the_contract(tmp_path):
         return done.stdout
 
     run("-c", use)
+    run("-c", f"import torch\n{generating}")
     contract = ROOT / "tests" / "test_mixers.py"
     out = run(
         "-m",
@@ -43,6 +44,6 @@ def test_the_document_adds_mechanisms_that_keep_the_contract(tmp_path):
         "--rootdir",
         str(tmp_path),
         "-k",
-        "squared or average",
+        "squared or fading",
     )
     assert int(re.search(r"(\d+) passed", out)[1]) > 40

@@ -1,4 +1,6 @@
-"""The native backend beyond the operator's tests: threads, processes, instruction sets, loading, sanitizers."""
+"""The native backend beyond the operator's tests: threads, processes, instruction sets, loading,
+sanitizers.
+"""
 
 import multiprocessing
 import os
@@ -92,7 +94,7 @@ for dtype in (torch.float32, torch.bfloat16, torch.float16):
 """
 
 
-@pytest.mark.parametrize("isa", _native.available())
+@pytest.mark.parametrize("isa", _native.usable())
 def test_every_instruction_set(isa):
     code = SUITE.format(tests=str(Path(__file__).parent), isa=isa)
     run = subprocess.run(
@@ -101,15 +103,24 @@ def test_every_instruction_set(isa):
     assert run.returncode == 0, run.stderr
 
 
-def test_an_instruction_set_that_cannot_be_used(monkeypatch):
-    with pytest.raises(RuntimeError, match="the kernel for 'mmx' is not built"):
-        _native.load("mmx")
+@pytest.fixture
+def unloaded(monkeypatch):
+    """The kernel is looked for again, and again after the test."""
+    _native._loaded.cache_clear()
+    yield monkeypatch
+    monkeypatch.undo()
+    _native._loaded.cache_clear()
 
 
-def test_without_a_library(monkeypatch, caplog, tmp_path):
+def test_an_instruction_set_that_cannot_be_used(unloaded):
+    unloaded.setenv("COSFORMER_ISA", "mmx")
+    with pytest.raises(ValueError, match="cannot run this call: the kernel for 'mmx' is not built"):
+        cosformer_attention(*inputs(L=9, S=9), backend="native")
+
+
+def test_without_a_library(unloaded, caplog, tmp_path):
     """The torch backend runs, one line in the log says so, and asking for the kernel gives the reason."""
-    monkeypatch.setattr(_native, "_library", None)
-    monkeypatch.setattr(_native, "_directory", lambda: tmp_path)
+    unloaded.setattr(_native, "_directory", lambda: tmp_path)
     q, k, v = inputs(L=9, S=9)
     for _ in range(2):
         assert cosformer_attention(q, k, v).shape == (2, 4, 9, 5)
@@ -123,8 +134,8 @@ def test_without_a_library(monkeypatch, caplog, tmp_path):
 @pytest.mark.parametrize(
     ("match", "change"),
     [
-        ("takes float32, bfloat16 or float16", lambda x: x.double()),
-        ("dimensions of 1 to 256; got 300", lambda x: x.repeat(1, 1, 1, 50)),
+        ("takes float32, bfloat16, float16; got torch.float64", lambda x: x.double()),
+        ("keys and values of size 1 to 256; got 300", lambda x: x.repeat(1, 1, 1, 50)),
     ],
 )
 def test_what_it_does_not_run(match, change):
@@ -139,7 +150,7 @@ def test_what_it_does_not_run(match, change):
 
 def test_is_the_default():
     q, k, v = inputs(L=9, S=9)
-    assert operator._backend(None, q, k, v) is _native
+    assert operator.choose(None, q, v) is _native.BACKEND
 
 
 def test_openmp_runtime_is_shared():
@@ -157,7 +168,9 @@ def test_openmp_runtime_is_shared():
 
 
 def test_sanitizers(tmp_path):
-    """A short fuzz of the kernel under AddressSanitizer and UndefinedBehaviorSanitizer; `make fuzz` runs longer."""
+    """A short fuzz of the kernel under AddressSanitizer and UndefinedBehaviorSanitizer; `make fuzz` runs
+    longer.
+    """
     if not (shutil.which("cmake") and (shutil.which("c++") or shutil.which("g++"))):
         pytest.skip("needs cmake and a C++ compiler")
     fuzz(tmp_path, seconds=15)

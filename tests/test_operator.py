@@ -1,9 +1,12 @@
-"""cosformer_attention against the definition: every mode, every dtype, every backend, outputs and gradients."""
+"""cosformer_attention against the definition: every mode, every dtype, every backend, outputs and
+gradients.
+"""
 
 import math
 
 import pytest
 import torch
+from conftest import widest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judge import assert_close, compare, judge, value_and_grads
@@ -71,7 +74,7 @@ def test_definition(backend, dtype, L, S, q_offset, causal, masked, decay):
 
 @pytest.mark.parametrize("horizon", [400.0, 200.0, math.inf, [200, 250.5, math.inf, 1e9]])
 def test_horizons(backend, horizon):
-    dtype = torch.float64 if backend == "torch" else torch.float32
+    dtype = widest(backend)
     for causal in (False, True):
         judge(on(backend), *inputs(L=200, S=200, dtype=dtype), causal=causal, horizon=horizon)
 
@@ -267,7 +270,9 @@ def test_batch_order_and_size_change_nothing(backend, causal):
 
 
 def strided(kind, B, H, Hk, L, D, E, dtype):
-    """q, k, v of one length as views: of a fused projection, transposed, expanded over the batch, with a strided last dimension."""
+    """q, k, v of one length as views: of a fused projection, transposed, expanded over the batch, with a
+    strided last dimension.
+    """
     if kind == "fused":
         fused = torch.randn(B, L, H * D + Hk * D + Hk * E).to(dtype)
         q, k, v = fused.split([H * D, Hk * D, Hk * E], -1)

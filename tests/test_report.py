@@ -1,164 +1,78 @@
-"""From results.jsonl to the page: which lines count, what the sentences say, what the HTML holds. Results are invented."""
+"""From rows to the page: what counts, what the sentences say, what the HTML holds. The rows are invented."""
 
 import hashlib
-import json
 import os
 import re
 import subprocess
 import sys
+from dataclasses import fields, replace
 from html.parser import HTMLParser
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
-from invented import RUN, cost, decodings, demo, full, quality, refused
+from conftest import accuracy, cost, invented, quality
 
-from cosformer import report
-from cosformer.report import figures, paper, results, style, summary, tables
+from cosformer import report, results
+from cosformer.report import cells, chart, costs, figures, paper, style, summary, tables
+from cosformer.report.cells import Measured
 
 pytest.importorskip("matplotlib")
-
-
-def lines(rows) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory) -> str:
-    """The full page, and everything a page can hold that could do harm."""
     path = tmp_path_factory.mktemp("report") / "report.html"
-    report.write_page(full(), path)
+    report.write_page(invented(), path)
     return path.read_text()
 
 
-# --- which lines count
-
-BAD = {
-    '{"kind": "quality", "group"': "not JSON",
-    "hello": "not JSON",
-    "[1, 2]": "not an object",
-    "3": "not an object",
-    '{"bench": "operators", "ms": 3}': "unknown kind None",
-    '{"kind": ["run"]}': "unknown kind",
-    json.dumps({**quality(), "value": float("nan")}): "NaN is not a number",
-    json.dumps(cost(ms=1.0)).replace("1.0,", "1e999,", 1): "cost whose ms",
-    json.dumps({**quality(), "value": "7.9"}): "quality whose value is '7.9'",
-    json.dumps({**quality(), "value": True}): "quality whose value is 'True'",
-    json.dumps({**quality(), "value": None}): "quality without value",
-    json.dumps({**quality(), "status": "lost"}): "status is 'lost'",
-    json.dumps({**quality(), "curve": [1, 2]}): "curve is not a list of points",
-    json.dumps({**quality(), "metrics": [1]}): "quality whose metrics",
-    json.dumps({k: v for k, v in quality().items() if k != "mixer"}): "quality without mixer",
-    json.dumps(cost(ms=0)): "not above 0",
-    json.dumps({"kind": "picture", "mixer": "softmax", "matrix": [[1, 2], [3]]}): "not a matrix",
-    "[" * 100_000: "nested too deeply",
-}
+# --- rows put together
 
 
-@pytest.mark.parametrize(("line", "reason"), BAD.items(), ids=range(len(BAD)))
-def test_a_bad_line_is_skipped_with_its_place_and_reason(line, reason, tmp_path):
-    path = tmp_path / "results.jsonl"
-    path.write_text(f"{json.dumps(quality())}\n\n{line}\n{json.dumps(cost())}\n")
-    found = results.read([path])
-    assert len(found.skipped) == 1
-    assert found.skipped[0].startswith("results.jsonl:3: ")
-    assert reason in found.skipped[0]
-    assert (len(found.quality), len(found.cost)) == (1, 1)
+def only(rows) -> cells.Experiment:
+    (experiment,) = Measured(rows).experiments
+    return experiment
 
 
-def test_no_field_of_any_type_breaks_the_page(tmp_path):
-    """Each field of each kind is replaced by each of these; what is not skipped must be shown."""
-    odd = [
-        None,
-        True,
-        -1,
-        0,
-        1e300,
-        0.5,
-        "",
-        "x",
-        "\x00\ud800<b>",
-        [],
-        [None],
-        [[]],
-        {},
-        {"a": None},
-        {"a": [{}]},
-    ]
-    kinds = {row["kind"]: row for row in demo()} | {
-        "quality": quality()
-    }  # without curves, which take long to draw
-    rows = [{**row, name: value} for row in kinds.values() for name in row for value in odd]
-    points = [
-        {"step": 1, "tokens": 1, "seconds": 1, "loss": 1},
-        {"step": 2, "tokens": 2, "seconds": 2, "loss": 0.5},
-    ]
-    rows += [
-        quality(mixer=f"m{i}", curve=[*points, {**points[0], "step": v}, {"loss": v}])
-        for i, v in enumerate(odd)
-    ]
-    rows += [
-        quality(mixer="still", curve=[{**p, "tokens": 0, "seconds": 0} for p in points]),
-        refused(task="nobody"),
-    ]
-    rows += [cost("once", 64, what=None), cost("once", 64, what="operator")]
-    report.write_page(rows, tmp_path / "report.html")
-    report.terminal_summary(rows).encode()
-    text = (tmp_path / "report.html").read_text(encoding="utf-8")
-    assert "<b>" not in text
-    assert "\x00" not in text
-
-
-def test_the_later_line_counts():
+def test_the_later_row_counts():
     rows = [quality(value=9.0), quality(value=8.0, seed=1), quality(value=7.0)]
-    (cell,) = results.check(rows).experiments[0].cells
-    assert sorted(r["value"] for r in cell.done) == [7.0, 8.0]
-    assert [r["ms"] for r in results.check([cost(ms=1.0), cost(ms=2.0)]).cost] == [2.0]
+    assert sorted(row.value for row in only(rows).cells[0].done) == [7.0, 8.0]
+    assert [row.ms for row in Measured([cost(ms=1.0), cost(ms=2.0)]).cost] == [2.0]
 
 
-def test_seeds_make_a_mean_and_half_a_range():
-    cells = (
-        results.check([quality(value=v, seed=s) for s, v in enumerate((7.0, 8.0, 9.0))]).experiments[0].cells
+def test_seeds_make_a_mean_and_a_range():
+    assert only(quality(value=v, seed=s) for s, v in enumerate((7.0, 8.0, 9.0))).cells[0].value == (
+        8.0,
+        7.0,
+        9.0,
+        3,
     )
-    assert [c.value for c in cells] == [(8.0, 1.0)]
-    assert results.check([quality(value=7.0)]).experiments[0].cells[0].value == (7.0, None)
+    rows = [quality(value=7.0, seed=0), quality("softmax", 8.0)]
+    assert "7.00" in tables.one_task(only(rows)).rows[""][0][1][0].text
+    assert tables.one_task(only(rows)).note.startswith("One seed")
 
 
-def test_other_settings_are_another_cell():
-    rows = [
-        quality(value=8.0, settings={"lr": 0.1, "seed": 0}),
-        quality(value=7.0, settings={"lr": 0.2, "seed": 0}),
-    ]
-    (experiment,) = results.check(rows).experiments
-    assert [c.variant for c in experiment.cells] == ["lr=0.1", "lr=0.2"]
-    assert experiment.cell("cosformer").value == (7.0, None)
-    assert [label for label, _ in tables.one_task(experiment).rows[""]] == [
-        "cosFormer (recommended: gated decay), lr=0.1",
-        "cosFormer (recommended: gated decay), lr=0.2",
-    ]
-
-
-def test_what_was_refused_joins_its_task():
-    rows = [refused(mixer="performer", size=None, data=None, length=None), quality()]
-    (experiment,) = results.check(rows).experiments
-    assert {c.mixer for c in experiment.cells} == {"performer", "cosformer"}
+def test_other_steps_are_another_experiment_and_a_refusal_is_part_of_its_own():
+    assert len(Measured([quality(), quality(steps=800)]).experiments) == 2
+    refused = quality("performer", None, status="refused", reason="it has no causal form")
+    experiment = only([quality(), refused])
+    assert [cell.mixer for cell in experiment.cells] == ["cosformer", "performer"]
+    table = tables.one_task(experiment)
+    assert table.rows[""][1][1][0].text == "refused"
+    assert "Performer: refused: it has no causal form." in table.note
 
 
 # --- sentences
 
 
 def said(*rows) -> str:
-    return " ".join(summary.sentences(results.check(rows)))
+    return " ".join(summary.paragraphs(Measured(rows)))
 
 
-def versus(ours, theirs, **more) -> list[dict]:
-    return [
-        quality(mixer="cosformer", value=ours, **more),
-        quality(mixer="softmax+rope", value=theirs, **more),
-    ]
-
-
-def accuracy(ours, theirs, **more) -> list[dict]:
-    return versus(ours, theirs, metric="accuracy", greater=True, **more)
+def versus(ours, theirs, make=quality, **more) -> list[results.Row]:
+    return [make("cosformer", ours, **more), make("softmax+rope", theirs, **more)]
 
 
 @pytest.mark.parametrize(
@@ -168,58 +82,70 @@ def accuracy(ours, theirs, **more) -> list[dict]:
         (versus(7.9, 7.7), "worse", "7.90 against 7.70 of softmax + RoPE, 2.6 % higher, which is worse."),
         (versus(7.72, 7.7), "tie", "a tie (0.3 % higher; less than 0.5 %)."),
         (versus(7.7, 7.7), "tie", "a tie (equal;"),
-        (accuracy(0.5, 0.4), "better", "50.0 % against 40.0 % of softmax + RoPE, 10.0 points higher, which is better."),
-        (accuracy(0.4, 0.5), "worse", "10.0 points lower, which is worse."),
-        (accuracy(0.504, 0.5), "tie", "a tie (0.4 points higher;"),
-        (accuracy(0.54, 0.5, examples=1000), "tie", "a tie (4.0 points higher; within the error of 1,000 test examples)."),
-        (accuracy(0.55, 0.5, examples=1000), "better", "5.0 points higher, which is better."),
-        (accuracy(0.99, 0.96, examples=1000), "better", "3.0 points higher, which is better."),
-        (accuracy(0.502, 0.5) + accuracy(0.502, 0.5, seed=1), "tie", "a tie (0.2 points higher; less than 0.5 %)."),
-        (versus(7.0, 7.7) + versus(7.8, 7.9, seed=1), "tie", "7.40 ± 0.40 against 7.80 ± 0.10 of softmax + RoPE, a tie (5.1 %"),
-        (versus(7.0, 7.7) + versus(7.02, 7.72, seed=1), "better", "7.01 ± 0.01 against 7.71 ± 0.01"),
-        ([quality()], "missing", "Not measured for both: training cost; decoding cost; lm (softmax + RoPE not measured)."),
-        ([quality(mixer="softmax")], "missing", "lm (cosFormer (recommended) not measured)."),
-        ([quality(), refused()], "missing", "lm (softmax refused: it has no causal form)."),
-        ([*versus(7.9, 7.7), quality(mixer="softmax", value=7.5)], "worse", "against 7.50 of softmax,"),
-        ([quality(mixer="cosformer-paper", value=7.0), quality(mixer="softmax", value=8.0)], "better", "cosFormer (paper) is 7.00"),
+        (versus(0.5, 0.4, accuracy), "better", "50.0 % against 40.0 % of softmax + RoPE, 10.0 points higher"),
+        (versus(0.4, 0.5, accuracy), "worse", "10.0 points lower, which is worse."),
+        (versus(0.504, 0.5, accuracy), "tie", "a tie (0.4 points higher;"),
+        (versus(0.54, 0.5, accuracy), "tie", "4.0 points higher; within two standard errors of 1,000 test"),
+        (versus(0.55, 0.5, accuracy), "better", "5.0 points higher, which is better."),
+        (versus(0.99, 0.96, accuracy), "better", "3.0 points higher, which is better."),
+        (versus(7.0, 7.7) + versus(7.8, 7.9, seed=1), "tie",
+         "7.40 (7.00–7.80) against 7.80 (7.70–7.90) of softmax + RoPE, a tie (5.1 % lower; the ranges"),
+        (versus(7.0, 7.7) + versus(7.02, 7.72, seed=1), "better", "7.01 (7.00–7.02) against 7.71 (7.70"),
+        ([quality()], "not compared", "training cost; decoding cost; lm (softmax + RoPE not measured)."),
+        ([quality("softmax")], "not compared", "lm (cosFormer not measured)."),
+        ([quality(), quality("softmax", None, status="refused", reason="too long")], "not compared",
+         "lm (softmax refused: too long)."),
+        ([*versus(7.9, 7.7), quality("softmax", 7.5)], "worse", "against 7.50 of softmax,"),
+        ([quality("cosformer-paper", 7.0), quality("softmax", 8.0)], "better", "cosFormer (paper) is 7.00"),
+        (versus(0.19, 0.18, accuracy, most_frequent=0.18), "not learned",
+         "Not learned (no mixer beats the most frequent answer by two standard errors): lm."),
+        (versus(0.3, 0.18, accuracy, most_frequent=0.18), "better", "30.0 % against 18.0 % (not learned) of"),
+        (versus(0.37, 0.36, accuracy, published=0.371), "tie", "37.0 % (published 37.1) against 36.0 % ("),
     ],
 )  # fmt: skip
 def test_a_task_in_words(rows, outcome, words):
-    (experiment,) = results.check(rows).experiments
-    assert summary.verdict(experiment).outcome == outcome
+    assert cells.verdict(only(rows)).outcome == outcome
     assert words in said(*rows)
 
 
+def test_what_softmax_wins_stands_in_the_first_paragraph():
+    wins = [*versus(0.4, 0.5, accuracy, task="a"), cost(ms=31), cost("softmax+rope", ms=10)]
+    for rows in (wins, [*wins, *versus(7.0, 7.7)]):
+        first = summary.paragraphs(Measured(rows))[0]
+        assert re.search(
+            r"Softmax wins 1 of \d comparisons? of quality \(a: cosFormer 10.0 points lower\)\.", first
+        )
+        assert "Softmax + RoPE trains faster at length 4,096." in first
+        assert report.numbers(rows).startswith(first)
+    assert "Softmax wins none of 1 comparison of quality." in said(*versus(7.0, 7.7))
+
+
 def test_many_tasks_are_counted():
-    three = [
-        row
-        for task, ours, theirs in (("a", 0.5, 0.4), ("b", 0.4, 0.5), ("c", 0.5, 0.5))
-        for row in accuracy(ours, theirs, task=task, group="lra")
-    ]
-    assert (
-        "Of 3 other tasks it is better than softmax on 1 (a: 10.0 points higher), level with softmax on 1 (c: equal) and worse than"
-        " softmax on 1 (b: 10.0 points lower)."
-    ) in said(*versus(7.9, 7.7), *three)
-    paper = [{**row, "mixer": row["mixer"].replace("cosformer", "cosformer-paper")} for row in three]
-    assert "Of 3 other tasks cosFormer is better than softmax on 1 (a:" in said(
-        *versus(7.9, 7.7), *paper
-    )  # not the same one
-    worse = [{**row, "value": 0.4 if row["mixer"] == "cosformer" else 0.5} for row in three]
-    assert "On all 3 tasks cosFormer (recommended) is worse than softmax (a: 10.0 points lower; b:" in said(
-        *worse
-    )
+    tasks = (("a", 0.5, 0.4), ("b", 0.4, 0.5), ("c", 0.5, 0.5))
+    rows = [row for task, ours, theirs in tasks for row in versus(ours, theirs, accuracy, task=task)]
+    text = said(*versus(7.9, 7.7), *rows)
+    assert "wins 2 of 4 comparisons of quality (lm: cosFormer 2.6 % higher; b: cosFormer 10.0 points" in text
+    assert "cosFormer is better in 1 (a: 10.0 points higher) and level in 1 (c: equal)." in text
+    recall = [row for title in "xyz" for row in versus(0.3, 0.9, accuracy, task="recall", title=title)]
+    assert "wins 3 of 4 comparisons of quality (recall, 3 of 3 settings)." in said(*versus(7.0, 7.7), *recall)
+
+
+def decodings(*contexts) -> list[results.Row]:
+    sizes = [("cosformer", lambda n: 524_288), ("softmax", lambda n: 8192 * n)]
+    return [cost(m, n, n / 100, work="decoding", cache_bytes=size(n)) for m, size in sizes for n in contexts]
 
 
 @pytest.mark.parametrize(
     ("rows", "words"),
     [
-        ([cost(ms=10), cost("softmax+rope", ms=31)], "At length 4,096 cosFormer (recommended) trains 3.1× faster than softmax +"),
+        ([cost(ms=10), cost("softmax+rope", ms=31)], "At length 4,096 cosFormer trains 3.1× faster than"),
         ([cost(ms=31), cost("softmax", ms=10)], "trains 3.1× slower than softmax."),
         ([cost(ms=10), cost("softmax", ms=10.2)], "trains as fast (the measured ranges overlap) as softmax."),
+        ([cost(ms=10, waited=0.5), cost("softmax", ms=20)], "trains 2.0× faster (on a busy machine) than"),
         ([cost(ms=10), cost("softmax", length=512)], "Not measured for both: training cost"),
-        ([cost(ms=10, what="operator"), cost("softmax", ms=20, what="operator")], "At length 4,096, one attention alone, cos"),
-        (decodings(["cosformer", "softmax"], [512, 16384]), ", with a cache of 0.5 MiB that does not grow against 128 MiB."),
-        (decodings(["cosformer", "softmax"], [512]), "with a cache of 0.5 MiB against 4.00 MiB."),
+        ([cost(ms=10, what="mixer"), cost("softmax", ms=20, what="mixer")], ", one attention alone, cos"),
+        (decodings(512, 16384), ", with a cache of 0.5 MiB that does not grow against 128 MiB."),
+        (decodings(512), "After 512 tokens cosFormer decodes as fast (the measured ranges overlap) as"),
         ([], "Not measured for both: training cost; decoding cost; quality on any task."),
     ],
 )  # fmt: skip
@@ -228,53 +154,122 @@ def test_cost_in_words(rows, words):
 
 
 def test_terminal_summary():
-    text = report.terminal_summary([*demo(), quality("\x1b[31mred", group="toy"), "foreign"])
-    assert "cosFormer (recommended) trains 2.0× faster than softmax + RoPE" in text
-    assert re.search(r"^ListOps +\w+ +[\d.]+ points (higher|lower) ", text, re.M)
-    assert "\x1b" not in text
-    assert (
-        report.terminal_summary([])
-        == "Not measured for both: training cost; decoding cost; quality on any task."
+    text = report.terminal_summary(invented())
+    assert "At length 16,384 cosFormer trains" in text
+    assert re.search(r"^ListOps +not learned +– +accuracy, % +11.0 \(not learned\) ", text, re.M)
+    assert max(map(len, text.split("\n\n")[0].splitlines())) <= 100
+    assert report.terminal_summary([]) == said()
+
+
+# --- numbers behind charts and tables
+
+
+def test_crossing():
+    x, y = costs.crossing([(100, 10.0), (1000, 100.0)], [(100, 1.0), (1000, 1000.0)])
+    assert (x, y) == (pytest.approx(100 * 10**0.5), pytest.approx(10 * 10**0.5))
+    assert costs.crossing([(1, 1.0), (2, 2.0)], [(1, 2.0), (2, 3.0)]) is None
+
+
+def growths(*lengths) -> tuple[str, str]:
+    """The entry of a table, and the caption of a figure."""
+    rows = [cost(length=n, ms=0.01 * n**1.5) for n in lengths]
+    (column,) = [i for i, c in enumerate(tables.cost("", rows, (costs.TIME,)).columns) if "growth" in c.head]
+    entry = tables.cost("", rows, (costs.TIME,)).rows[""][0][1][column]
+    return f"{entry.text} {entry.more}", costs.growth_text(rows)
+
+
+def test_an_exponent_is_shown_with_its_lengths_and_two_give_none():
+    assert growths(256, 512) == ("– ", "")
+    assert growths(256, 512, 1024) == (
+        "n^1.50 (3)",
+        "Fitted to the longest lengths, time grows as n^1.50 (cosFormer, 3 lengths).",
     )
 
 
-# --- numbers behind figures and tables
+def test_the_fastest_backend_is_shown():
+    rows = [cost(ms=9.0, backend="torch"), cost(ms=3.0, backend="native"), cost("softmax", ms=5.0)]
+    ((_, found),) = costs.groups(Measured(rows), "training")
+    assert {row.mixer: row.ms for row in found} == {"cosformer": 3.0, "softmax": 5.0}
 
 
-def test_fit_and_crossing():
-    assert figures.fit([(n, 3 * n**1.5) for n in (64, 128, 256, 512, 1024)]) == pytest.approx(1.5)
-    assert figures.fit([(64, 1.0)]) is None
-    x, y = figures.crossing([(100, 10.0), (1000, 100.0)], [(100, 1.0), (1000, 1000.0)])
-    assert (x, y) == (pytest.approx(100 * 10**0.5), pytest.approx(10 * 10**0.5))
-    assert figures.crossing([(1, 1.0), (2, 2.0)], [(1, 2.0), (2, 3.0)]) is None
+def bold(table) -> set[str]:
+    """The mixers that are best in the first column."""
+    return {table.rows[""][i][0] for i, j in table.winners("") if j == 0}
 
 
-def test_the_best_is_what_reads_best():
-    rows = [
-        quality(mixer=m, value=v)
-        for m, v in (("cosformer", 7.701), ("softmax", 7.699), ("elu", 8.0), ("performer", 7.7))
+def test_the_best_is_what_reads_best_and_no_guess():
+    values = {"cosformer": 7.701, "softmax": 7.699, "elu": 8.0, "performer": 7.7}
+    table = tables.one_task(only(quality(mixer, value) for mixer, value in values.items()))
+    assert bold(table) == {"cosFormer", "softmax", "Performer"}
+    guesses = [
+        accuracy(mixer, value, most_frequent=0.3) for mixer, value in (("cosformer", 0.5), ("elu", 0.3))
     ]
-    table = tables.one_task(results.check(rows).experiments[0])
-    best = {table.rows[""][i][0] for i, j in table.winners("") if j == 0}
-    assert best == {"cosFormer (recommended: gated decay)", "softmax", "Performer"}
+    assert bold(tables.one_task(only([*guesses, accuracy("relu", 0.4, most_frequent=0.3)]))) == {"cosFormer"}
+    assert tables.one_task(only(guesses)).rows[""][1][1][0].more == "not learned"
 
 
-@pytest.mark.parametrize("table", [paper.FINETUNE, paper.LRA], ids=["fine-tuning", "LRA"])
-def test_the_papers_averages(table):
+def test_searches_published_figures_and_busy_machines_are_shown(page):
+    measured = Measured(invented())
+    table = tables.searches(measured)
+    assert [column.head for column in table.columns] == ["0.001", "0.002", "0.004"]
+    assert [(e.text, e.more) for e in table.rows["WikiText-2 language model, 100 steps"][0][1][:2]] == [
+        ("2.001", "chosen"),
+        ("2.002", ""),
+    ]
+    text = next(e for e in measured.experiments if e.row.task == "text")
+    assert [c.head for c in tables.one_task(text).columns if c.group == tables.PUBLISHED] == ["accuracy, %"]
+    assert tables.one_task(text).rows[""][0][1][-1].text == "64.0"
+    assert "a quarter." in tables.one_task(text).note
+    ((what, rows),) = costs.groups(measured, "training")
+    entries = tables.cost(what, rows, costs.KINDS["training"]).rows[""][0][1]
+    assert [entry.more for entry in entries[:3]] == ["", "†", ""]
+    assert costs.CONTENDED_NOTE in page
+
+
+def test_recall_and_context_are_drawn():
+    measured = Measured(invented())
+    recall = figures.recall(measured.group("recall"))
+    assert [(panel.heading, panel.x) for panel in recall.panels] == [
+        ("64 tokens", "pairs to remember"),
+        ("128 tokens", "pairs to remember"),
+    ]
+    assert [x for x, _ in recall.panels[1].lines[0].points] == [8, 16, 32]
+    (panel,) = figures.positions(measured.group("lm"), measured).panels
+    line = next(line for line in panel.lines if line.mixer == "softmax+rope")
+    assert line.points[0] == (16, pytest.approx(3 * 1.01))
+    assert line.band[0] == (16, pytest.approx(3.0), pytest.approx(3 * 1.02))
+
+
+@pytest.mark.parametrize(
+    "values", [(1, 2), (0.013, 0.0131), (7, 7), (-3, 1e250), (99_990, 100_010), (1, 9), (3, 4e60)]
+)
+def test_scales(values):
+    log = values[1] > 4 * values[0] > 0
+    scale = chart.Scale(list(values), 0, 100, log)
+    places = [scale(value) for value in scale.ticks()]
+    assert 1 <= len(places) <= 8
+    assert places == sorted(places)
+    assert 0 <= places[0] and places[-1] <= 100
+    assert 0 < scale(values[0]) <= scale(values[1]) < 100
+
+
+@pytest.mark.parametrize("name", ["finetune", "lra"])
+def test_the_papers_averages(name):
     """A slip in copying would show: the last column is the mean of the others."""
-    for name, (*values, average) in table.rows.items():
-        if name == "Sinkhorn":  # printed like this
-            continue
-        assert sum(values) / len(values) == pytest.approx(average, abs=0.011), name
+    for model, row in paper.TABLES[name].rows.items():
+        *values, average = map(float, row.split())
+        if model != "Sinkhorn":  # printed like this
+            assert sum(values) / len(values) == pytest.approx(average, abs=0.011), model
 
 
-def test_the_papers_figures_stand_beside_the_right_mixers():
-    assert paper.figure(paper.LM, "cosformer-paper", "test", []) == 23.1
-    assert (
-        paper.figure(paper.LM, "cosformer", "test", []) is None
-    )  # the paper knows nothing of the recommended one
-    assert paper.figure(paper.LRA, "softmax+rope", "Text", ["softmax+rope"]) == 64.27
-    assert paper.figure(paper.LRA, "softmax+rope", "Text", ["softmax", "softmax+rope"]) is None
+# --- names and looks
+
+
+def test_names():
+    assert style.name("cosformer-hybrid+rope") == "cosFormer hybrid + RoPE"
+    assert style.name("performer+rope") == "Performer + RoPE"
+    assert style.name("cosformer*3, softmax+rope") == "3 × cosFormer, softmax + RoPE"
+    assert style.name("mine*x, +, mine+rope") == "mine*x, +, mine+rope"
 
 
 def test_looks_are_stable_and_distinct():
@@ -297,11 +292,11 @@ def contrast(a: str, b: str) -> float:
 
 
 @pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
-def test_contrast(theme):
-    css = Path(results.__file__).with_name("page.css").read_text()
-    root = re.findall(r":root \{(.*?)\}", css, re.S)[theme]
+def test_contrast(theme, page):
+    root = re.findall(r":root \{(.*?)\}", page, re.S)[theme]
     colour = dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", root))
-    for pair in style.PALETTE:
+    for i, pair in enumerate(style.PALETTE):
+        assert colour[f"c{i}"] == pair[theme]
         assert contrast(pair[theme], colour["bg"]) >= 3
     for text in ("ink", "muted", "accent", "good", "bad"):
         assert contrast(colour[text], colour["bg"]) >= 4.5
@@ -312,11 +307,11 @@ def test_contrast(theme):
 
 
 class Outline(HTMLParser):
-    """What a page is made of: counts of elements, ids, tables without a caption or scope, links, text."""
+    """What a page is made of: counts of elements, ids, what lacks a label, links, text."""
 
     def __init__(self, text: str):
         super().__init__()
-        self.tags, self.ids, self.bare, self.out, self.texts, self.open = [], [], [], [], [], []
+        self.tags, self.ids, self.bare, self.out, self.texts = [], [], [], [], []
         self.feed(text)
 
     def handle_starttag(self, tag, attrs):
@@ -342,80 +337,76 @@ def test_the_page_is_sound(page):
     outline = Outline(page)
     assert outline.tags.count("h1") == outline.tags.count("main") == outline.tags.count("nav") == 1
     assert outline.tags.count("table") == outline.tags.count("caption") > 20
+    assert outline.tags.count("sup") > 5
     assert outline.bare == []
     assert outline.out == []
     assert "script" not in outline.tags
     assert len(set(outline.ids)) == len(outline.ids)
     assert not re.search(r"url\((?!#)|@import", page)
-    used = set(
-        re.findall(r"#[0-9a-fA-F]{3,8}\b(?=[;\"])", re.sub(r"<style>.*?</style>", "", page, flags=re.S))
-    )
-    assert used == set(), "a colour that does not follow the theme"
-    targets = set(re.findall(r'(?:href="#|url\(#)([^")]+)', page))
-    assert targets <= set(outline.ids)
+    body = re.sub(r"<style>.*?</style>", "", page, flags=re.S)
+    assert not re.search(r"#[0-9a-fA-F]{3,8}\b(?=[;\"])", body), "a colour that does not follow the theme"
+    assert set(re.findall(r'(?:href="#|url\(#)([^")]+)', page)) <= set(outline.ids)
 
 
 def test_sections_follow_the_results(page, tmp_path):
-    heads = re.findall(r"<h2[^>]*>([^<]*)", page)
-    assert heads == [
-        "Summary", "Language modelling", "Pre-training and fine-tuning", "Long-Range Arena", "Speed and memory",
-        "Quality against cost", "Ablation", "Attention matrices", "Exactness", "How these numbers were made",
+    def headings(text):
+        return re.findall(r"<h2[^>]*>([^<]*)", text)
+
+    assert headings(page) == [
+        "Summary", "Language modelling", "Long-Range Arena", "Recall", "Speed and memory",
+        "Quality against cost", "Ablation", "Rates of learning", "Attention matrices", "Exactness",
+        "How these numbers were made",
     ]  # fmt: skip
-    report.write_page([quality()], tmp_path / "small.html")
+    report.write_page([quality(group="mine")], tmp_path / "small.html")
     small = (tmp_path / "small.html").read_text()
-    heads = re.findall(r"<h2[^>]*>([^<]*)", small)
-    assert heads == ["Summary", "Language modelling", "Not measured here", "How these numbers were made"]
+    assert headings(small) == ["Summary", "mine", "How these numbers were made"]
     assert "do not say on what machine" in small
 
 
 def test_all_text_is_escaped(tmp_path):
     evil = "<script>alert(1)</script>\"'&"
-    rows = [
-        {
-            **row,
-            **{
-                k: evil
-                for k, v in row.items()
-                if isinstance(v, str) and k not in ("kind", "status", "metric")
-            },
+    kept = {"kind", "status", "metric", "what", "work"}  # words that mean something
+    rows = []
+    for row in invented():
+        strings = {
+            f.name: evil for f in fields(row) if isinstance(getattr(row, f.name), str) and f.name not in kept
         }
-        for row in demo()
-    ]
-    rows += [
-        quality(mixer=evil, value=v, seed=s, title=evil, settings={evil: evil})
-        for s, v in ((0, 7.0), (1, 8.0))
-    ]
-    rows += [
-        refused(mixer=evil + "2", reason=evil),
-        {**RUN, "seeds": [evil]},
-        quality(metric=evil, title="m", metrics={evil: 1.0}),
-    ]
-    (tmp_path / "results.jsonl").write_text(lines(rows) + evil + '\n{"kind": "<script>"}\n')
-    report.main([str(tmp_path / "results.jsonl"), "--html", str(tmp_path / "report.html")])
-    text = (tmp_path / "report.html").read_text()
-    outline = Outline(text)
+        rows.append(replace(row, **strings))
+    rows.append(quality(evil, metric=evil, metrics={evil: 1.0}, group=evil, note=evil))
+    rows.append(quality(evil + "2", None, status="refused", reason=evil))
+    report.write_page(rows, tmp_path / "report.html", plots=tmp_path)
+    outline = Outline(text := (tmp_path / "report.html").read_text())
     assert "script" not in outline.tags
     assert outline.bare == []
     assert "<script" not in text
     assert evil in "".join(outline.texts)
+    for file in tmp_path.glob("*.svg"):
+        assert not ElementTree.parse(file).findall(".//{*}script")
 
 
-def test_the_same_results_give_the_same_bytes(tmp_path):
-    (tmp_path / "results.jsonl").write_text(lines(row for row in demo() if row.get("task", "lm") == "lm"))
-    code = "import sys; from cosformer import report; report.main(sys.argv[1:])"
+def test_the_same_results_give_the_same_bytes_without_torch(tmp_path):
+    results.Writer(tmp_path / "results.jsonl")
+    lines = [results.line_of(row) for row in invented()]
+    (tmp_path / "results.jsonl").write_text("\n".join(lines))
+    code = """
+import sys, types
+sys.modules["torch"] = None  # importing it fails
+package = sys.modules["cosformer"] = types.ModuleType("cosformer")
+package.__path__ = [sys.argv.pop(1)]
+from cosformer import report
+report.main(sys.argv[1:])
+"""
     digests = set()
     for seed in ("1", "2"):
         folder = tmp_path / seed
-        command = [
-            sys.executable,
-            "-c",
-            code,
+        arguments = [
             tmp_path / "results.jsonl",
             "--html",
             folder / "report.html",
             "--plots",
             folder / "plots",
         ]
+        command = [sys.executable, "-c", code, Path(results.__file__).parent, *arguments]
         subprocess.run(command, check=True, env={**os.environ, "PYTHONHASHSEED": seed}, capture_output=True)
         made = sorted(p for p in folder.rglob("*") if p.is_file())
         digests.add(
@@ -425,39 +416,65 @@ def test_the_same_results_give_the_same_bytes(tmp_path):
     names = {name for name, _ in digests.pop()}
     assert {
         "report.html",
-        "plots/learning-lm-0-lm-tokens.png",
-        "plots/cost-0-ms.svg",
-        "plots/attention-after-training-on-lm.png",
+        "plots/learning-lm-0-lm-tokens.svg",
+        "plots/training-0-ms.svg",
+        "plots/recall-64.svg",
     } <= names
+    assert "plots/attention-after-training-wikitext-2-language-model.png" in names
+
+
+def test_a_chart_is_an_svg_that_needs_no_page(tmp_path):
+    report.plot(invented(), tmp_path / "deep" / "cost.svg")
+    tree = ElementTree.parse(tmp_path / "deep" / "cost.svg")
+    texts = [text.text for text in tree.iter("{http://www.w3.org/2000/svg}text")]
+    assert "Training a whole model, causal, tiny (4 layers); AMD EPYC, 2 threads" in texts
+    assert {"time, ms", "peak memory, MiB", "16,384", "softmax + RoPE"} <= set(texts)
+    with pytest.raises(ValueError, match=r"ends in \.svg; got .*cost\.png"):
+        report.plot(invented(), tmp_path / "cost.png")
+    with pytest.raises(ValueError, match="no training at two lengths"):
+        report.plot([cost()], tmp_path / "cost.svg")
 
 
 def test_command_line(tmp_path, capsys):
-    good, bad = tmp_path / "results.jsonl", tmp_path / "bad.jsonl"
-    good.write_text(lines(versus(7.9, 7.7)) + "{oops\n")
-    bad.write_text("{oops\n")
+    good, bad, empty = (tmp_path / f"{name}.jsonl" for name in ("results", "bad", "empty"))
+    good.write_text("".join(results.line_of(row) + "\n" for row in versus(7.9, 7.7)))
+    bad.write_text(good.read_text() + "{oops\n")
+    empty.write_text("")
     report.main([str(good), "--html", str(tmp_path / "deep" / "report.html")])
-    printed = capsys.readouterr()
-    assert "2.6 % higher" in printed.out
-    assert printed.err == "skipped results.jsonl:3: not JSON\n"
-    assert "results.jsonl:3: not JSON" in (tmp_path / "deep" / "report.html").read_text()
-    with pytest.raises(SystemExit, match="there are no results in"):
-        report.main([str(bad), "--html", str(tmp_path / "none.html")])
-    with pytest.raises(SystemExit, match="is not a file"):
-        report.main([str(tmp_path / "missing"), "--html", str(tmp_path / "none.html")])
-    with pytest.raises(SystemExit, match="--plots goes with --html"):
-        report.main([str(good), "--plots", str(tmp_path)])
+    assert "2.6 % higher" in capsys.readouterr().out
+    for arguments, wrong in (
+        ([bad, "--html", tmp_path / "none.html"], r"cosformer report: .*bad\.jsonl:3: not a row of results"),
+        ([empty, "--html", tmp_path / "none.html"], "there are no results in"),
+        ([tmp_path / "missing", "--html", tmp_path / "none.html"], "No such file"),
+        ([good, "--plots", tmp_path], "--plots goes with --html"),
+        ([good, "--page", empty], "has no place for tables"),
+    ):
+        with pytest.raises(SystemExit, match=wrong):
+            report.main([*map(str, arguments)])
     assert not (tmp_path / "none.html").exists()
 
 
+@pytest.mark.parametrize("name", ["cost", "mixers", "compare-cost", "compare-learning"])
+def test_the_pictures_of_the_docs_come_from_the_committed_results(name, tmp_path):
+    source = {"cost": "operators", "mixers": "mixers"}.get(name, "compare")
+    rows = results.read(ROOT / "benchmarks" / f"{source}.jsonl")
+    if source == "compare":
+        report.write_page(rows, tmp_path / "report.html", plots=tmp_path)
+        made = {"compare-cost": "training-0-ms", "compare-learning": "learning-lm-0-lm-seconds"}[name]
+    else:
+        made = name
+        report.plot(rows, tmp_path / f"{name}.svg")
+    assert (tmp_path / f"{made}.svg").read_text() == (ROOT / "docs" / f"{name}.svg").read_text()
+
+
 def test_the_readme_and_the_published_report_come_from_the_committed_results(tmp_path):
-    root = Path(__file__).parents[1]
     page, made = tmp_path / "README.md", tmp_path / "report.html"
-    page.write_text((root / "README.md").read_text())
-    report.main([str(root / "benchmarks" / "compare.jsonl"), "--page", str(page)])
-    assert page.read_text() == (root / "README.md").read_text()
-    report.main([str(root / "benchmarks" / "compare.jsonl"), "--html", str(made)])
+    page.write_text((ROOT / "README.md").read_text())
+    report.main([str(ROOT / "benchmarks" / "compare.jsonl"), "--page", str(page)])
+    assert page.read_text() == (ROOT / "README.md").read_text()
+    report.main([str(ROOT / "benchmarks" / "compare.jsonl"), "--html", str(made)])
 
-    def text(file: Path) -> str:  # without the drawings: they are as matplotlib made them then
-        return re.sub(r'<svg.*?</svg>|src="data:[^"]*"', "", file.read_text(), flags=re.S)
+    def text(file: Path) -> str:  # without the matrices: they are as matplotlib made them then
+        return re.sub(r'src="data:[^"]*"', "", file.read_text())
 
-    assert text(made) == text(root / "benchmarks" / "compare.html")
+    assert text(made) == text(ROOT / "benchmarks" / "compare.html")

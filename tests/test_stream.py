@@ -1,4 +1,6 @@
-"""The package's central promise: whole == chunked == token by token == resumed from a saved state, outputs and gradients."""
+"""The package's central promise: whole == chunked == token by token == resumed from a saved state, outputs
+and gradients.
+"""
 
 import io
 import math
@@ -51,7 +53,9 @@ def test_token_by_token(backend, decay):
 
 
 def test_state_is_part_of_the_graph(backend):
-    """Gradients flow in through the incoming state and out through the outgoing one, also where only the state is used."""
+    """Gradients flow in through the incoming state and out through the outgoing one, also where only the
+    state is used.
+    """
     q, k, v = inputs(B=1, L=40, S=40)
     lam = torch.rand(1, 4, 40)
 
@@ -185,7 +189,9 @@ def test_moves(backend):
 
 
 def test_memory_of_cross_attention(backend):
-    """linear_state then linear_read is bidirectional attention, with gradients, wherever the queries stand."""
+    """linear_state then linear_read is bidirectional attention, with gradients, wherever the queries
+    stand.
+    """
     q, k, v = inputs(L=40, S=90)
     mask = torch.rand(2, 90) > 0.3
 

@@ -1,15 +1,19 @@
-"""The operator inside torch: compile, export, checkpoint, vmap, func.grad, autocast, meta tensors, opcheck, memory."""
+"""The operator inside torch: compile, export, checkpoint, vmap, func.grad, autocast, meta tensors, opcheck,
+memory.
+"""
 
 import subprocess
 import sys
 
 import pytest
 import torch
+from conftest import widest
 from judge import assert_close, value_and_grads
 from test_operator import inputs, on
 
 from cosformer import State, cosformer_attention, cosformer_stream
 from cosformer.ops import operator
+from cosformer.ops.call import Call, Inputs
 
 MODES = [{}, {"causal": True}, {"decay": True}, {"causal": True, "decay": True}]
 
@@ -130,30 +134,32 @@ def test_meta():
 
 @pytest.mark.parametrize("mode", MODES)
 def test_opcheck(backend, mode):
-    dtype = torch.float64 if backend == "torch" else torch.float32
+    dtype = widest(backend)
     q, k, v = (x.requires_grad_() for x in inputs(L=20, S=20, dtype=dtype))
     decay = torch.rand(2, 4, 20, dtype=dtype).requires_grad_() if "decay" in mode else None
     causal = mode.get("causal", False)
     state = torch.rand(2, 4, 12, 6, dtype=dtype).requires_grad_() if causal else None
-    options = ([100.0], causal, 0, 3 if causal else 0, True, False, 1e-6, backend, causal)
-    torch.library.opcheck(operator.forward_op, (q, k, v, decay, None, None, state, *options))
+    call = Call((100.0,), causal, position=3 * causal, relu=True, keep_state=causal, backend=backend)
+    torch.library.opcheck(operator.forward_op, (*Inputs(q, k, v, decay, state=state), *call))
 
 
 def test_layouts_match_what_fake_tensors_promise(backend):
-    """torch.compile plans memory from the fake implementation; a backend that returns other strides would corrupt it."""
+    """torch.compile plans memory from the fake implementation; a backend that returns other strides would
+    corrupt it.
+    """
+
+    def both(x, call):
+        y = operator.forward_op(*x, *call)
+        return *y, *operator.backward_op(y[0], None, *x, *y, *call)
+
     for mode in MODES:
-        q, k, v = inputs(L=20, S=20)
-        decay = torch.rand(2, 4, 20) if "decay" in mode else None
-        causal = mode.get("causal", False)
-        args = (q, k, v, decay, None, None, None, [100.0], causal, 0, 0, True, False, 1e-6, backend, causal)
-        real = operator.forward_op(*args)
-        grads = operator.backward_op(real[0], None, q, k, v, *real, *args[3:-1])
-        with torch._subclasses.FakeTensorMode() as mode_:
-            fake = [mode_.from_tensor(a) if isinstance(a, torch.Tensor) else a for a in args]
-            fake_real = operator.forward_op(*fake)
-            fake_grads = operator.backward_op(fake_real[0], None, *fake[:3], *fake_real, *fake[3:-1])
-        for a, b in zip((*real, *grads), (*fake_real, *fake_grads), strict=True):
-            assert (a.shape, a.stride(), a.dtype) == (b.shape, b.stride(), b.dtype)
+        causal, decay = mode.get("causal", False), torch.rand(2, 4, 20) if "decay" in mode else None
+        x = Inputs(*inputs(L=20, S=20), decay)
+        call = Call((100.0,), causal, relu=True, keep_state=causal, backend=backend)
+        with torch._subclasses.FakeTensorMode() as fakes:
+            promised = both([None if t is None else fakes.from_tensor(t) for t in x], call)
+        for real, fake in zip(both(x, call), promised, strict=True):
+            assert (real.shape, real.stride(), real.dtype) == (fake.shape, fake.stride(), fake.dtype)
 
 
 def test_double_backward_is_refused(backend):
@@ -176,7 +182,9 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 
 @pytest.mark.parametrize("decay", [False, True])
 def test_causal_training_memory(backend, decay):
-    """32,768 tokens, 8 heads of 64, forward and backward, the whole process: stored prefix sums would take 32 GiB."""
+    """32,768 tokens, 8 heads of 64, forward and backward, the whole process: stored prefix sums would take 32
+    GiB.
+    """
     code = MEMORY.format(L=32768, backend=backend, decay=decay)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(run.stdout) < 1.5, run.stdout

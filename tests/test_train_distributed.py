@@ -1,4 +1,5 @@
-"""Training in two processes: DDP and FSDP2 do what one process does with the same batches, and leave what one can go on from.
+"""Training in two processes: DDP and FSDP2 do what one process does with the same batches, and leave what one
+can go on from.
 
 Under torchrun this file is the program that the tests start: it trains every job, one after the other.
 """
@@ -20,7 +21,6 @@ from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
 
 from cosformer import tasks, train
-from cosformer.train import evaluate
 from cosformer.train.progress import read
 
 STEPS = 6
@@ -137,7 +137,7 @@ def scores_and_weights_are_those_of_one(folder, task, how):
         ("tokens",) if task in ("lm", "mlm") else ()
     )  # others pad, each batch its way
     assert [got[key] for key in same] == [want[key] for key in same]
-    found = evaluate.evaluate(run_of(folder, task, "alone", processes=1), folder / f"{task}-{how}")
+    found = train.evaluate(run_of(folder, task, "alone", processes=1), folder / f"{task}-{how}")
     for scores in (found, got["test"]):
         scores.pop("loss")  # the Trainer's mean of means of batches, which are others in one process
     assert found == pytest.approx(got["test"], rel=1e-4)

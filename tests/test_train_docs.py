@@ -1,4 +1,4 @@
-"""docs/train.md: every command runs, in order, in one folder. Larger than its page says it need not be: TOY is appended to each."""
+"""docs/train.md: every command runs, in order, in one folder, at toy size: TOY is appended to each."""
 
 import importlib.util
 import os
@@ -26,7 +26,8 @@ COMMANDS = [
 ALONE, TOGETHER = ([c for c in COMMANDS if c.startswith("torchrun") is many] for many in (False, True))
 SMALL = ["--length", "32", "--test-examples", "2"]
 TOY = shlex.split(
-    "--size toy --max_steps 2 --per_device_train_batch_size 2 --eval-examples 2 --warmup_steps 0 --report_to none"
+    "--size toy --max_steps 2 --per_device_train_batch_size 2 --eval-examples 2 --warmup_steps 0 "
+    "--report_to none"
 )
 SHARDED = importlib.util.find_spec("cosformer.train.sharded") is not None
 
@@ -43,9 +44,10 @@ def toy(words: list[str]) -> list[str]:
     words = [re.sub(r"pretrain.max_steps=\d+", "pretrain.max_steps=2", word) for word in words]
     if words[2] == "listops":
         return [*words, *TOY, "--test-examples", "2", "--set", "task.examples=[20,4,4]"]
+    size = TOY[2:] if verb == "finetune" else TOY  # a saved model has its size
     tokens = ["--tokenizer", "bpe:300"] if any(word.startswith("bpe:") for word in words) else []
     recipe = ["--data", "my-texts"] if "recipes/laptop/wikitext-lm.toml" in words else []
-    return [*words, *recipe, *tokens, *TOY, *SMALL]
+    return [*words, *recipe, *tokens, *size, *SMALL]
 
 
 @pytest.fixture

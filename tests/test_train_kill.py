@@ -1,6 +1,7 @@
 """kill -9 at any moment of a run: resuming never fails and ends, bit for bit, as if nothing had happened.
 
-Run as a script this file is the driver: it imports once and forks a child for every attempt, before torch has threads.
+Run as a script this file is the driver: it imports once and forks a child for every attempt, before torch has
+threads.
 """
 
 import json
@@ -38,7 +39,7 @@ def run_of(out: Path):
         "learning_rate": 1e-2,
     }  # 40 rows to train on: two epochs and a half
     fields = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 16}
-    fields |= {"hidden_dropout_prob": 0.1}  # the state of the random numbers must come back, too
+    fields |= {"dropout": 0.1}  # the state of the random numbers must come back, too
     settings = {"length": 8, "data": str(rows), "cache": str(out.parent / "cache")}
     return train.Run(
         task="classify",

@@ -1,4 +1,6 @@
-"""What must be learned is learned: cosFormer solves the toys, and softmax the tasks on which other mixers may fail."""
+"""What must be learned is learned: cosFormer solves the toys, and softmax the tasks on which other mixers may
+fail.
+"""
 
 from cosformer.train import Run, train
 

@@ -1,19 +1,36 @@
 """Exact linear-cost attention for PyTorch: cosFormer and what it is compared with."""
 
-from .nn import CosformerAttention, MixerAttention
-from .ops import State, cosformer_attention, cosformer_stream
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+if TYPE_CHECKING:
+    from . import mixers
+    from .nn import CosformerAttention, MixerAttention
+    from .ops import State, cosformer_attention, cosformer_stream
+
+__version__ = "0.2.0.dev0"
 __all__ = [
     "CosformerAttention",
     "MixerAttention",
     "State",
     "cosformer_attention",
     "cosformer_stream",
-    "register",
+    "mixers",
 ]
 
+_HOME = {"CosformerAttention": "nn", "MixerAttention": "nn"}  # the rest of the names: ops
 
-def register() -> None:
-    """Register cosFormer with Hugging Face transformers: attn_implementation="cosformer" and the Cosformer model types."""
-    from . import hf  # noqa: F401  importing it registers; transformers is loaded only here
+
+def __getattr__(name: str) -> Any:
+    """Names are imported on use, so that `cosformer --help` waits for no torch."""
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name == "mixers":
+        return import_module(".mixers", __name__)
+    value = getattr(import_module(f".{_HOME.get(name, 'ops')}", __name__), name)
+    globals()[name] = value  # found at once the next time
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,4 +1,4 @@
-"""The command line: `cosformer VERB ...`; each verb is one module, imported when it is used."""
+"""The command line: `cosformer VERB ...`; each verb is one function, imported when it is used."""
 
 import importlib
 import sys
@@ -6,15 +6,15 @@ import sys
 from . import __version__
 
 VERBS = {
-    "compare": ("cosformer.compare", "is linear attention as good as softmax here, and what does it save?"),
-    "train": ("cosformer.train", "train any mixer on a task, from scratch or from a saved model"),
-    "evaluate": ("cosformer.train.evaluate", "score a saved model on a task"),
-    "finetune": ("cosformer.train.finetune", "train a saved model further on another task"),
-    "bench": ("cosformer.bench", "time and memory of attention operators beside their peers"),
-    "generate": ("cosformer.generate", "continue a prompt with a saved model"),
-    "picture": ("cosformer.picture", "attention matrices of any mixers, side by side"),
-    "report": ("cosformer.report", "an HTML page of results, or the README's tables"),
-    "info": ("cosformer.info", "version, backends, and why one is unavailable"),
+    "compare": ("compare:main", "is linear attention as good as softmax here, and what does it save?"),
+    "train": ("train.cli:train", "train any mixer on a task, from scratch or from a saved model"),
+    "evaluate": ("train.cli:evaluate", "score a saved model on a task"),
+    "finetune": ("train.cli:finetune", "train a saved model further on another task"),
+    "bench": ("bench:main", "time and memory of attention operators beside their peers"),
+    "generate": ("generate:main", "continue a prompt with a saved model"),
+    "picture": ("picture:main", "attention matrices of any mixers, side by side"),
+    "report": ("report:main", "an HTML page of results, or the README's tables"),
+    "info": ("info:main", "version, backends, and why one is unavailable"),
 }
 
 
@@ -30,15 +30,15 @@ def main() -> None:
         return
     if verb not in VERBS:
         raise SystemExit(f"cosformer: unknown verb {verb!r}; one of {', '.join(VERBS)}")
+    module, function = VERBS[verb][0].split(":")
     try:
-        module = importlib.import_module(VERBS[verb][0])
+        home = importlib.import_module(f"cosformer.{module}")
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("cosformer"):
             raise
-        raise SystemExit(
-            f"cosformer {verb}: {error.name} is missing; in the clone: pip install '.[train,report]'"
-        ) from None
-    module.main(sys.argv[2:])
+        way = "in the clone: pip install '.[train,report]'"
+        raise SystemExit(f"cosformer {verb}: {error.name} is missing; {way}") from None
+    getattr(home, function)(sys.argv[2:])
 
 
 if __name__ == "__main__":

@@ -1,32 +1,140 @@
-"""Decay rates for attention heads: the constant ladder, and the gate that scales it by what the layer reads."""
+"""Decay: the rates at which attention heads forget, the one vocabulary that all of the package shares.
+
+weight_ij *= exp(-|A_i - A_j|)      A the running sum of the rates (rate * position for a constant)
+
+None        no decay, the paper's operator
+rates       a number, or one per head: constants
+"ladder"    constants, one per head, geometric from 1/4 (a few tokens) down to 1/span (the whole context)
+"gated"     ladder_h * exp(w_h . x + b_h), one per head and position, read from the layer's input x; starts as
+            the ladder
+"""
 
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
-LARGEST_EXPONENT = (
-    20.0  # a rate of e^20 / 4 already forgets everything; an infinite one would turn the running sum into NaN
-)
+from .ops.checks import Rates, rate_list, shown
+
+LARGEST_EXPONENT = 20.0  # e^20 / 4 forgets everything; an infinite rate would make the running sum NaN
+
+DecaySpec = Rates | str | None
 
 
-def ladder(heads: int, max_positions: int, *, device: torch.device | None = None) -> Tensor:
-    """One rate per head (H,), geometric from 1/4 (a few tokens) down to 1 / max_positions (the whole context)."""
-    step = math.log(4 / max_positions) / max(heads - 1, 1)
-    return torch.tensor([math.exp(h * step) / 4 for h in range(heads)], device=device)
+def ladder(heads: int, span: float) -> list[float]:
+    """One rate per head, geometric from 1/4 down to 1/span; a span of less than 4 tokens makes them all
+    1/4.
+    """
+    step = math.log(4 / max(span, 4)) / max(heads - 1, 1)
+    return [math.exp(head * step) / 4 for head in range(heads)]
 
 
-class DecayGate(nn.Linear):
-    """rate_h = ladder_h * exp(w_h . x + b_h): a layer's input (B, L, C) -> rates (B, H, L). Starts as the ladder itself."""
+def span_of(horizons: Iterable[float], otherwise: float) -> float:
+    """The distance a ladder should span: the largest finite horizon."""
+    return max((h for h in horizons if h < math.inf), default=otherwise)
 
-    def __init__(self, size: int, heads: int, *, max_positions: int, device=None, dtype=None):
-        super().__init__(size, heads, device=device, dtype=dtype)
-        self.max_positions = max_positions
+
+class Gate(nn.Linear):
+    """A linear layer that starts at zero, whatever it reads."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
         nn.init.zeros_(self.bias)
 
-    def forward(self, x: Tensor) -> Tensor:
-        scale = super().forward(x).float().clamp_max(LARGEST_EXPONENT).exp()  # (B, L, H)
-        return (scale * ladder(self.out_features, self.max_positions, device=x.device)).transpose(1, 2)
+
+class Decay(nn.Module):
+    """The rates of one layer: made once from a `spec` of the vocabulary above, then `rates(x)`.
+
+    span     the distance that the slowest head of a ladder remembers
+    width    the size of the layer's input, which a gate reads
+    learn    constants are learned, as logarithms, so that they stay positive
+    """
+
+    constant: Tensor | None  # (H,) in float32, whatever the module is cast to
+
+    def __init__(
+        self,
+        spec: DecaySpec,
+        *,
+        heads: int,
+        span: float,
+        width: int,
+        learn: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.spec, self.gated = spec, isinstance(spec, str) and spec == "gated"
+        self._numbers = _numbers(spec, heads, span)
+        if learn and (self.gated or self._numbers is None):
+            raise ValueError(
+                f'learn_decay needs constant rates to start from, numbers or "ladder"; decay is {spec!r}'
+            )
+        if learn and min(self._numbers or [0.0]) == 0:
+            raise ValueError(f"decay must be above 0 if it is learned, since its logarithm is; got {spec}")
+        values = None if self._numbers is None else self.start(device)
+        self.register_buffer("constant", None if learn else values, persistent=False)
+        self.log_rates = nn.Parameter(values.log()) if learn and values is not None else None
+        self.gate = Gate(width, heads, device=device, dtype=dtype) if self.gated else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """The start: constants as given, a gate that changes nothing."""
+        with torch.no_grad():
+            if self.constant is not None:
+                self.constant.copy_(self.start())
+            if self.log_rates is not None:
+                self.log_rates.copy_(self.start().log())
+            if self.gate is not None:
+                self.gate.reset_parameters()
+
+    def rates(self, x: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor | None:
+        """Rates (H,), or of a gate (B, H, L) for a layer's input x (B, L, C); None without decay.
+
+        key_mask (B, L), True = keep: what is masked may hold anything, even NaN, and forgets nothing.
+        """
+        if self.gate is None:
+            return self.constant if self.log_rates is None else _precise(self.log_rates).exp()
+        if x is None:
+            raise ValueError(
+                'decay="gated" reads its rates from the layer\'s input; pass x (batch, length, width)'
+            )
+        if x.ndim != 3 or x.shape[-1] != self.gate.in_features:
+            raise ValueError(
+                f"x must be (batch, length, {self.gate.in_features}), the layer's input; got {shown(x)}"
+            )
+        scale = _precise(self.gate(x)).clamp_max(LARGEST_EXPONENT).exp()  # (B, L, H)
+        assert self.constant is not None  # a gate starts from the ladder
+        rates = (scale * self.constant).transpose(1, 2)
+        return rates if key_mask is None else rates.masked_fill(~key_mask[:, None], 0.0)
+
+    def extra_repr(self) -> str:
+        return repr(self.spec)
+
+    def start(self, device: torch.device | str | None = None) -> Tensor:
+        """The constants (H,) as they were given."""
+        return torch.tensor(self._numbers, dtype=torch.float32, device=device)
+
+    def _apply(self, fn, recurse: bool = True):
+        super()._apply(fn, recurse)
+        if self.constant is not None:  # a cast would round the rates, to_empty would lose them
+            self.constant = self.start(self.constant.device)
+        return self
+
+
+def _precise(x: Tensor) -> Tensor:
+    """In float32, or float64 if it is already."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _numbers(spec: DecaySpec, heads: int, span: float) -> list[float] | None:
+    if spec is None:
+        return None
+    if isinstance(spec, str):
+        if spec not in ("ladder", "gated"):
+            raise ValueError(
+                f'decay must be None, "ladder", "gated", one rate, or one per head ({heads}); got {spec!r}'
+            )
+        return ladder(heads, span)
+    return rate_list(spec, heads)

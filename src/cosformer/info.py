@@ -6,20 +6,23 @@ import platform
 import torch
 
 from . import __version__
-from .ops.operator import BACKENDS, backend_info, backend_problem
+from .ops.operator import BACKENDS, backend, backend_problem
 
 
 def main(argv: list[str] | None = None) -> None:
     argparse.ArgumentParser("cosformer info", description=__doc__).parse_args(argv)
-    print(
-        f"cosformer {__version__}, torch {torch.__version__}, Python {platform.python_version()}, {torch.get_num_threads()} threads"
-    )
+    versions = f"cosformer {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    print(f"{versions}, {torch.get_num_threads()} threads")
     for name in BACKENDS:
-        problem = backend_problem(name)
-        details = ", ".join(
-            f"{k}: {', '.join(v) if isinstance(v, list) else v}" for k, v in backend_info(name).items()
-        )
-        print(
-            f"  {name:<8}"
-            + (f"unavailable: {problem}" if problem else "available" + (f" ({details})" if details else ""))
-        )
+        print(f"  {name:<8}{_availability(name)}")
+
+
+def _availability(name: str) -> str:
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    problems = {d: backend_problem(name, d) for d in ("cpu", *([accelerator.type] if accelerator else []))}
+    runs = [device for device, problem in problems.items() if problem is None]
+    if not runs:
+        return "unavailable: " + "; ".join(str(problem) for problem in problems.values())
+    details = {"on": runs, **backend(name).info()} if runs != ["cpu"] else backend(name).info()
+    words = ", ".join(f"{k}: {', '.join(v) if isinstance(v, list) else v}" for k, v in details.items())
+    return f"available ({words})" if words else "available"

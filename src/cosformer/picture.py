@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from .mixers import build, names, weights
+from .report import style
 
-TITLES = {"softmax": "softmax", "cosformer": "cosFormer", "relu": "cosFormer, no re-weighting"}
+PANELS = ["softmax", "cosformer-paper", "relu"]
 
 
 def example(length: int, head_dim: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """A query and key matrix (1, 1, length, head_dim) as text might give them: tokens of a few topics that drift along."""
+    """A query and key matrix (1, 1, length, head_dim) as text might give them: topics that drift."""
     generator = torch.Generator().manual_seed(seed)
     topic, drift = torch.randn(head_dim, generator=generator), []
     for _ in range(length):
@@ -40,9 +41,10 @@ def draw(
 ) -> Path:
     """Draw one panel for each mixer, and the cosine of the distance, to the PNG at `path`.
 
-    q and k are (1, 1, L, D) and (1, 1, S, D), by default an example made from `seed`; `options` holds options by mixer name.
+    q and k are (1, 1, L, D) and (1, 1, S, D), by default an example made from `seed`; `options` holds options
+    by mixer name.
 
-    >>> draw(["softmax", "cosformer", "relu"], "attention.png")
+    >>> draw(["softmax", "cosformer-paper", "relu"], "attention.png")
     """
     from .report import matrices  # matplotlib is an extra
 
@@ -55,7 +57,8 @@ def draw(
     for name in mixers:
         mixer = build(name, heads=1, head_dim=D, max_length=max(L, S), **(options or {}).get(name, {}))
         with torch.no_grad():
-            panels[TITLES.get(name, name)] = weights(mixer, q, k, causal=causal)[0, 0].float()
+            matrix = weights(mixer, q, k, x=q[:, 0], causal=causal)  # one head: the input may be the query
+            panels[style.name(name)] = matrix[0, 0].float()
     lag = torch.arange(L)[:, None] - torch.arange(S)
     panels["cosine of the distance"] = torch.cos(math.pi / 2 * lag / max(L, S))
     if causal:  # the future is left blank: a zero would look like a weight that happens to be small
@@ -67,25 +70,14 @@ def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(
         prog="cosformer picture", description="Draw the attention matrices of mixers on the same q and k."
     )
-    p.add_argument(
-        "mixers", nargs="*", default=["softmax", "cosformer", "relu"], help=f"any of {', '.join(names())}"
-    )
+    p.add_argument("mixers", nargs="*", default=PANELS, help=f"any of {', '.join(names())}")
     p.add_argument("--out", type=Path, default=Path("attention.png"))
     p.add_argument("--length", type=int, default=64)
     p.add_argument("--head-dim", type=int, default=32)
     p.add_argument("--causal", action="store_true")
     p.add_argument("--seed", type=int, default=0)
-    args = p.parse_args(argv)
+    args = vars(p.parse_args(argv))
     try:
-        print(
-            draw(
-                args.mixers,
-                args.out,
-                length=args.length,
-                head_dim=args.head_dim,
-                causal=args.causal,
-                seed=args.seed,
-            )
-        )
+        print(draw(args.pop("mixers"), args.pop("out"), **args))
     except ValueError as wrong:
         raise SystemExit(f"cosformer picture: {wrong}") from None

@@ -1,12 +1,15 @@
-"""THE DEFINITION of cosFormer attention, written as it is defined: quadratic, slow, and the judge of every backend.
+"""THE DEFINITION of cosFormer attention, as it is defined: quadratic, slow, and the judge of every backend.
 
-    out_i = sum_j s_ij v_j / sum_j s_ij        s_ij = relu(q_i) . relu(k_j) * cos(pi/2 * (i - j) / M) * exp(-|A_i - A_j|)
+    out_i = sum_j s_ij v_j / sum_j s_ij        s_ij = relu(q_i) . relu(k_j) * cos(pi/2 * (i - j) / M) *
+                                               exp(-|A_i - A_j|)
 
-M is the horizon, the distance at which a key stops mattering. The last factor is the optional decay: A is the running sum of
-the rates (rate * position for a constant), and no rates means the paper's operator. Why this can be computed at linear cost:
-cos(a - b) = cos a cos b + sin a sin b splits the weight into features of i times features of j (ops/_torch.py does it).
+M is the horizon, the distance at which a key stops mattering. The last factor is the optional decay: A is the
+running sum of the rates (rate * position for a constant), and no rates means the paper's operator. Why this
+can be computed at linear cost: cos(a - b) = cos a cos b + sin a sin b splits the weight into features of i
+times features of j (ops/_torch.py does it).
 
-    B, H, Hk   batch, query heads, key/value heads      L, S   query and key length      D, E   key and value size
+    B, H, Hk   batch, query heads, key/value heads      L, S   query and key length      D, E   key and value
+               size
 """
 
 import math

@@ -1,6 +1,7 @@
-"""How far each backend is from the definition on this machine: outputs, gradients and streams, as rows of results."""
+"""How far each backend is from the definition here: outputs, gradients and streams, as rows of results."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,50 +10,39 @@ from torch import Tensor
 from .. import reference
 from ..ops import cosformer_attention, cosformer_stream
 from ..ops.operator import BACKENDS, backend_problem
+from ..results import Exactness
 
 SHAPE = (1, 4, 300, 32)  # an odd length: the last chunk is not full
 ALLOWED = {"float32": 2e-5, "float64": 1e-12}  # relative to the largest value
 
 
-def rows() -> Iterator[dict[str, Any]]:
+def rows() -> Iterator[Exactness]:
     """The largest difference from the definition in float64, relative to the largest value."""
     generator = torch.Generator().manual_seed(0)
-    q, k, v, weight = (torch.randn(SHAPE, dtype=torch.float64, generator=generator) for _ in range(4))
-    length = SHAPE[2]
+    drawn = [torch.randn(SHAPE, dtype=torch.float64, generator=generator) for _ in range(4)]
     for causal in (False, True):
-        want = _with_gradients(
-            lambda *x: reference.attention(*x, horizon=length, causal=causal), q, k, v, weight
-        )
+        options: dict[str, Any] = {"horizon": SHAPE[2], "causal": causal}
+        want = with_gradients(partial(reference.attention, **options), *drawn)
         for backend in BACKENDS:
             if backend_problem(backend) is not None:
                 continue
             for dtype in ("float32", "float64") if backend == "torch" else ("float32",):
-                cast = [x.to(getattr(torch, dtype)) for x in (q, k, v, weight)]
-                run = lambda *x: cosformer_attention(*x, horizon=length, causal=causal, backend=backend)
-                got = _with_gradients(run, *cast)
-                about = {"kind": "exactness", "backend": backend, "dtype": dtype, "allowed": ALLOWED[dtype]}
+                cast = [x.to(getattr(torch, dtype)) for x in drawn]
+                got = with_gradients(partial(cosformer_attention, backend=backend, **options), *cast)
+                row = partial(Exactness, backend=backend, dtype=dtype, allowed=ALLOWED[dtype])
                 mode = "causal" if causal else "bidirectional"
-                yield {**about, "mode": mode, "what": "output", "difference": _difference(got[:1], want[:1])}
-                yield {
-                    **about,
-                    "mode": mode,
-                    "what": "gradient",
-                    "difference": _difference(got[1:], want[1:]),
-                }
+                yield row(mode=mode, what="output", difference=_difference(got[:1], want[:1]))
+                yield row(mode=mode, what="gradient", difference=_difference(got[1:], want[1:]))
                 if causal:
-                    out = _streamed(*cast[:3], horizon=length, backend=backend)
-                    yield {
-                        **about,
-                        "mode": "stream",
-                        "what": "output",
-                        "difference": _difference([out], want[:1]),
-                    }
+                    out = _streamed(*cast[:3], horizon=SHAPE[2], backend=backend)
+                    yield row(mode="stream", what="output", difference=_difference([out], want[:1]))
 
 
-def _with_gradients(call, q: Tensor, k: Tensor, v: Tensor, weight: Tensor) -> list[Tensor]:
-    leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+def with_gradients(call, *tensors: Tensor) -> list[Tensor]:
+    """The output of call(*tensors[:-1]) and the gradients of its sum weighted by the last tensor."""
+    leaves = [x.detach().clone().requires_grad_() for x in tensors[:-1]]
     out = call(*leaves)
-    return [out.detach(), *torch.autograd.grad((out * weight).sum(), leaves)]
+    return [out.detach(), *torch.autograd.grad(out, leaves, tensors[-1].to(out.dtype))]
 
 
 def _streamed(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:

@@ -1,110 +1,157 @@
-"""How things are measured: in turns, against the machine's own limit, with peak memory from a fresh process."""
+"""How things are measured: in turns, with a watch on other processes, peak memory from fresh processes."""
 
 import importlib
 import os
 import platform
 import resource
+import shutil
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from contextlib import suppress
 from datetime import datetime, timezone
-from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from .. import __version__
+from ..results import CONTENDED, Cost, Machine
 
+LEAST = 3  # samples of every work
 Key = TypeVar("Key", bound=Hashable)
 Work = Callable[[], object]
+Say = Callable[[str], None]
 
 
-def in_turns(
-    works: Mapping[Key, Work], *, seconds: float, progress: Callable[[str], None] = lambda text: None
-) -> dict[Key, list[float]]:
-    """Seconds a call of each work, sample by sample: they take turns, so a busy moment of the machine meets all.
+class Sample(NamedTuple):
+    seconds: float  # a call
+    waited: float  # share of the time, see `Watch`
 
-    Every work is sampled at least three times. Those that take less than a second go on until they have had `seconds` together.
-    A sample follows an untimed call, which brings the work's own data into the caches, and is as many calls as fill 10 ms.
+
+class Watch:
+    """What others take: `waited` is the share of the time that our threads were ready and did not run.
+
+    Linux counts that for each thread. Elsewhere it is the calling thread's time without the processor.
+    """
+
+    def __enter__(self) -> "Watch":
+        self.before = self._times()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ran, waited = (max(0.0, now - then) for now, then in zip(self._times(), self.before))
+        self.waited = waited / (ran + waited) if ran + waited else 0.0
+
+    @staticmethod
+    def _times() -> tuple[float, float]:
+        ran = waited = 0
+        try:
+            for thread in os.scandir("/proc/self/task"):
+                on_processor, ready, _ = Path(thread.path, "schedstat").read_text().split()
+                ran, waited = ran + int(on_processor), waited + int(ready)
+        except (OSError, ValueError):
+            return time.thread_time(), time.perf_counter() - time.thread_time()
+        return ran / 1e9, waited / 1e9
+
+
+def in_turns(works: Mapping[Key, Work], *, seconds: float, say: Say = lambda text: None) -> dict[Key, dict]:
+    """The timing fields of `results.Cost` for each work. They take turns: a busy moment meets all of them.
+
+    Each is sampled at least three times. Those that take less than a second go on until they had `seconds`
+    together. Those disturbed by other processes go on until three samples were not, or for as long again.
     """
     calls = {}
     for key, work in works.items():
-        progress(f"warming up: {key}")
-        for _ in range(2):
-            start = time.perf_counter()
-            work()
-            took = time.perf_counter() - start
-            if took > 1:
-                break  # warm enough
-        calls[key] = max(1, int(0.01 / max(took, 1e-7)))
-    samples: dict[Key, list[float]] = {key: [] for key in works}
-    spent, rounds = 0.0, 0
-    while rounds < 3 or spent < seconds:
-        turns = [key for key in works if rounds < 3 or samples[key][0] < 1]
-        if not turns:
-            break
+        say(f"warming up: {key}")
+        calls[key] = _warm_up(work)
+    samples: dict[Key, list[Sample]] = {key: [] for key in works}
+    spent = 0.0
+
+    def wants_more(taken: list[Sample]) -> bool:
+        if len(taken) < LEAST or (taken[0].seconds < 1 and spent < seconds):
+            return True
+        return len(_calm(taken)) < LEAST and len(taken) < 2 * LEAST and spent < 2 * seconds
+
+    while turns := [key for key in works if wants_more(samples[key])]:
         for key in turns:
-            progress(f"round {rounds + 1}: {key}")
+            taken = samples[key]
+            say(f"round {len(taken) + 1}: {key}")
             begun = time.perf_counter()
-            if rounds == 0 or samples[key][0] < 1:
-                works[key]()
-            start = time.perf_counter()
-            for _ in range(calls[key]):
-                works[key]()
-            samples[key].append((time.perf_counter() - start) / calls[key])
-            spent += time.perf_counter() - begun if samples[key][0] < 1 else 0.0
-        rounds += 1
-    return samples
+            if not taken or taken[0].seconds < 1:
+                works[key]()  # brings the work's own data into the caches
+            with Watch() as watch:
+                start = time.perf_counter()
+                for _ in range(calls[key]):
+                    works[key]()
+                took = (time.perf_counter() - start) / calls[key]
+            taken.append(Sample(took, watch.waited))
+            spent += time.perf_counter() - begun if taken[0].seconds < 1 else 0.0
+    return {key: timing(taken) for key, taken in samples.items()}
 
 
-def spread(samples: list[float]) -> dict[str, float]:
-    """Median, fastest and slowest, in milliseconds."""
-    return {
-        "ms": 1e3 * statistics.median(samples),
-        "low_ms": 1e3 * min(samples),
-        "high_ms": 1e3 * max(samples),
-        "samples": len(samples),
-    }
+def _warm_up(work: Work) -> int:
+    """How many calls fill 10 ms: one sample."""
+    took = 0.0
+    for _ in range(2):
+        start = time.perf_counter()
+        work()
+        took = time.perf_counter() - start
+        if took > 1:
+            break  # warm enough
+    return max(1, int(0.01 / max(took, 1e-7)))
 
 
-def gemm_works() -> dict[str, tuple[Work, float]]:
-    """Batched matrix products of a few shapes with their flops: the fastest is what a kernel made of such products can hope for."""
-    works: dict[str, tuple[Work, float]] = {}
-    for batch, n, m, p in ((8, 1024, 64, 128), (8, 64, 1024, 128), (8, 512, 256, 256), (2, 1024, 1024, 1024)):
-        a, b, out = torch.randn(batch, n, m), torch.randn(batch, m, p), torch.empty(batch, n, p)
-        works[f"gemm {batch}x{n}x{m}x{p}"] = (partial(torch.bmm, a, b, out=out), 2.0 * batch * n * m * p)
-    return works
+def _calm(samples: list[Sample]) -> list[Sample]:
+    return [sample for sample in samples if sample.waited <= CONTENDED]
 
 
-def peak_memory(module: str, case: dict) -> float | None:
-    """MiB that `module.prepare(case)()` adds to the peak of a fresh process; None if it did not finish."""
-    return peak_memories(module, [case])[0]
+def timing(samples: list[Sample]) -> dict[str, Any]:
+    """The median and the middle half. Disturbed samples count if there is no other."""
+    kept = calm if len(calm := _calm(samples)) >= LEAST else samples
+    low, middle, high = statistics.quantiles([1e3 * s.seconds for s in kept], n=4, method="inclusive")
+    waited = statistics.median(sample.waited for sample in kept)
+    return {"ms": middle, "ms_low": low, "ms_high": high, "samples": len(kept), "waited": round(waited, 4)}
 
 
-def peak_memories(module: str, cases: list[dict]) -> list[float | None]:
-    """The same of several cases: one process imports what they need, and each runs in a fork of it."""
-    code = f"from cosformer.bench import measure; measure._print_peak_memories({module!r}, {cases!r}, {torch.get_num_threads()})"
+def disturbance(rows: Iterable[Cost]) -> str:
+    """What the terminal says of times taken while other processes ran."""
+    rows = list(rows)
+    if bad := [row for row in rows if row.contended]:
+        worst = max(row.waited or 0.0 for row in bad)
+        return (
+            f"{len(bad)} of {len(rows)} times were taken while other processes ran (threads waited up to"
+            f" {worst:.0%} of the time); they are marked contended and are not to be trusted"
+        )
+    return f"no time was disturbed by other processes (threads waited less than {CONTENDED:.0%} of the time)"
+
+
+def peak_memories(module: str, cases: list[dict[str, Any]]) -> list[float | None]:
+    """MiB that `module.prepare(case)()` adds to a process's peak, for each case; None if it did not finish.
+
+    One process imports what they need, and each case runs in a fork of it.
+    """
+    names = f"{module!r}, {cases!r}, {torch.get_num_threads()}"
+    code = f"from cosformer.bench import measure; measure._print_peak_memories({names})"
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     found = {int(number): float(mib) for number, mib in (line.split() for line in run.stdout.splitlines())}
     return [found.get(number) for number in range(len(cases))]
 
 
-def _print_peak_memories(module: str, cases: list[dict], threads: int) -> None:
+def _print_peak_memories(module: str, cases: list[dict[str, Any]], threads: int) -> None:
     prepare = importlib.import_module(module).prepare
     for number, case in enumerate(cases):
-        if (
-            child := os.fork()
-        ) == 0:  # this process has computed nothing yet, so it has no threads that a fork would lose
+        # This process has computed nothing yet, so it has no threads that a fork would lose.
+        if (child := os.fork()) == 0:
             torch.set_num_threads(threads)
             print(number, _added_peak(prepare, case), flush=True)
             os._exit(0)
         os.waitpid(child, 0)
 
 
-def _added_peak(prepare: Callable[[dict], Work], case: dict) -> float:
+def _added_peak(prepare: Callable[[dict], Work], case: dict[str, Any]) -> float:
     prepare({**case, "length": 64})()  # code, thread pools and libraries are not the operator's memory
     work = prepare(case)
     before = _peak(reset=True)
@@ -113,42 +160,47 @@ def _added_peak(prepare: Callable[[dict], Work], case: dict) -> float:
 
 
 def _peak(reset: bool = False) -> int:
-    """The process's peak memory in bytes, since the last reset where the system can (a new process starts at its parent's peak)."""
+    """This process's peak memory in bytes, since the last reset: it begins as the parent's."""
     status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     if status.exists() and clear.exists():
         if reset:
             clear.write_text("5")
-        return 1024 * next(
-            int(line.split()[1]) for line in status.read_text().splitlines() if line.startswith("VmHWM")
-        )
+        lines = status.read_text().splitlines()
+        return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
 
 
-def machine() -> dict:
+def machine(**more: Any) -> Machine:
     """What the numbers depend on: processor, threads, versions, commit."""
     cpu = platform.processor() or platform.machine()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), cpu)
+    commit = memory = None
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    try:
+    with suppress(OSError):
         commit = subprocess.run(git, capture_output=True, text=True).stdout.strip() or None
-    except OSError:
-        commit = None
-    return {
-        "cpu": cpu,
-        "isa": torch.backends.cpu.get_cpu_capability(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "cosformer": __version__,
-        "commit": commit,
-        "date": datetime.now(timezone.utc).date().isoformat(),
-    }
+    with suppress(OSError, ValueError):
+        memory = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30, 1)
+    return Machine(
+        cpu=cpu,
+        isa=torch.backends.cpu.get_cpu_capability(),
+        threads=torch.get_num_threads(),
+        torch=torch.__version__,
+        cosformer=__version__,
+        python=platform.python_version(),
+        date=datetime.now(timezone.utc).date().isoformat(),
+        system=platform.system(),
+        memory_gib=memory,
+        commit=commit,
+        **more,
+    )
 
 
-def show_progress(text: str) -> None:
+def say(text: str) -> None:
     """One line on the terminal, rewritten; nothing where there is none to watch."""
     if sys.stderr.isatty():
-        print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+        print(
+            f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True
+        )

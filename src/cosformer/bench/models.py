@@ -1,88 +1,117 @@
-"""Whole models: cosFormer beside softmax in the same architecture, training and decoding.
+"""Whole causal language models, a mixer each, in the same blocks: cost of a training step and of decoding.
 
-Training is a forward and a backward of the language-model loss; decoding feeds one token at a time after a context.
+Training is a forward and a backward of the loss, batch 1; decoding feeds one token after a context.
 """
 
 import argparse
-from collections.abc import Callable
+import copy
+from collections.abc import Iterator
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from ..hf import CosformerConfig, CosformerForCausalLM
-from .measure import in_turns, spread
+from ..hf.sizes import Size
+from ..mixers import pattern
+from ..results import Cost
+from .measure import Say, Work, in_turns, peak_memories
 
-LENGTHS = (1024, 4096, 16384)
-CONTEXTS = (512, 16384)
-SIZES: dict[str, Any] = {
-    "vocab_size": 256,
-    "hidden_size": 256,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-}
-SIZES |= {"max_position_embeddings": 32768, "bos_token_id": None, "eos_token_id": None}
+MIXERS = ["cosformer", "cosformer-paper", "softmax+rope"]
+LENGTHS = [1024, 4096, 16384]
+CONTEXTS = [512, 16384]
+SIZE = Size(4, 256, 4, feedforward=1536)
+VOCABULARY = 256
+ROOM = 32_768  # positions after the context, for the tokens that are decoded while the time is taken
 
 
-def models() -> dict[str, LlamaForCausalLM]:
-    """The same blocks three times: ours as recommended, ours as in the paper, and softmax."""
-    torch.manual_seed(0)
-    return {
-        "cosformer": CosformerForCausalLM(CosformerConfig(**SIZES)),
-        "cosformer, no decay": CosformerForCausalLM(CosformerConfig(**SIZES, decay=None)),
-        "sdpa": LlamaForCausalLM._from_config(LlamaConfig(**SIZES), attn_implementation="sdpa"),
+def build(mixer: str, length: int, size: Size) -> Any:
+    """A causal language model; softmax+rope is Llama as transformers has it, with its own cache."""
+    fields: dict[str, Any] = {
+        "vocab_size": VOCABULARY,
+        "hidden_size": size.width,
+        "intermediate_size": 32 * round((size.feedforward or 4 * size.width) / 48),  # gated: three matrices
+        "num_hidden_layers": size.layers,
+        "num_attention_heads": size.heads,
+        "max_position_embeddings": length,
+        "bos_token_id": None,
+        "eos_token_id": None,
     }
+    torch.manual_seed(0)
+    if mixer == "softmax+rope":
+        return LlamaForCausalLM._from_config(LlamaConfig(**fields), attn_implementation="sdpa")
+    return CosformerForCausalLM(CosformerConfig(**fields, mixer=mixer))
 
 
-def run(args: argparse.Namespace, progress: Callable[[str], None]) -> list[dict]:
-    """Training steps at batch 1 in turns, then decoding after each context."""
-    made = models()
-    rows = []
-    for length in args.lengths or LENGTHS:
-        ids = torch.randint(256, (1, length))
-        works = {name: _step(model.train(), ids) for name, model in made.items()}
-        for name, samples in in_turns(
-            works, seconds=args.seconds / 3, progress=lambda t: progress(f"training, length {length}, {t}")
-        ).items():
-            row: dict[str, Any] = {
-                "bench": "models",
-                "what": "training",
-                "model": name,
-                "length": length,
-                **spread(samples),
-            }
-            rows.append(row | {"tokens_per_second": length / (row["ms"] / 1e3)})
-    for context in CONTEXTS if not args.quick else CONTEXTS[:1]:
-        steps = {name: _decoder(model.eval(), context) for name, model in made.items()}
-        works = {name: step for name, (step, _) in steps.items()}
-        for name, samples in in_turns(
-            works, seconds=args.seconds / 6, progress=lambda t: progress(f"decoding, {t}")
-        ).items():
-            row = {
-                "bench": "models",
-                "what": "decoding",
-                "model": name,
-                "context": context,
-                **spread(samples),
-            }
-            rows.append(row | {"cache_bytes": steps[name][1]})
-    return rows
+def able(mixer: str, work: str) -> bool:
+    """Whether a mixer can do the work in a causal model: not all have a causal form, or keep a cache."""
+    ids = torch.zeros(1, 4, dtype=torch.long)
+    try:
+        with torch.no_grad():
+            build(mixer, 16, Size(1, 16, 1)).eval()(input_ids=ids, use_cache=work == "decoding")
+    except ValueError:
+        return False
+    return True
 
 
-def _decoder(model: LlamaForCausalLM, context: int) -> tuple[Callable[[], None], int]:
-    """A function that decodes one more token after a context, and the bytes of cache at its start."""
-    ids = torch.randint(256, (1, context))
-    with torch.inference_mode():
-        cache = model(ids, logits_to_keep=1, use_cache=True).past_key_values
-    token = ids[:, -1:]
+def prepare(case: dict[str, Any]) -> Work:
+    """A function that does one training step."""
+    model = build(case["mixer"], case["length"], Size(**case["size"])).train()
+    ids = torch.randint(VOCABULARY, (1, case["length"]))
 
     def step() -> None:
-        with torch.inference_mode():
-            model(token, past_key_values=cache, use_cache=True)
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        model.zero_grad()
 
-    return step, cache_bytes(cache)
+    return step
+
+
+def training(
+    mixers: list[str], length: int, *, size: Size, seconds: float, say: Say, memory: bool = True
+) -> list[Cost]:
+    """Rows of training cost at one length; the mixers take turns."""
+    cases: list[dict[str, Any]] = [{"mixer": m, "length": length, "size": asdict(size)} for m in mixers]
+    works = {case["mixer"]: prepare(case) for case in cases}
+    timed = in_turns(works, seconds=seconds, say=lambda text: say(f"training at {length:,}, {text}"))
+    say(f"peak memory of training at {length:,}")
+    peaks = peak_memories(__name__, cases) if memory else [None] * len(cases)
+    row = partial(Cost, what="model", work="training", causal=True, length=length, size=str(size))
+    return [row(mixer=m, **timed[m], memory_mib=mib) for m, mib in zip(mixers, peaks, strict=True)]
+
+
+def decoding(mixers: list[str], context: int, *, size: Size, seconds: float, say: Say) -> list[Cost]:
+    """Rows of decoding cost: one token after a context."""
+    steps = {}
+    for mixer in mixers:
+        say(f"reading {context:,} tokens, {mixer}")
+        steps[mixer] = decoder(build(mixer, context + ROOM, size).eval(), context)
+    works = {mixer: step for mixer, (step, _) in steps.items()}
+    timed = in_turns(works, seconds=seconds, say=lambda text: say(f"decoding after {context:,}, {text}"))
+    row = partial(Cost, what="model", work="decoding", causal=True, length=context, size=str(size))
+    return [row(mixer=mixer, **timed[mixer], cache_bytes=cached) for mixer, (_, cached) in steps.items()]
+
+
+def decoder(model: Any, context: int) -> tuple[Work, int]:
+    """A function that decodes one more token after a context, and the bytes of cache at its start."""
+    ids = torch.randint(VOCABULARY, (1, context))
+    with torch.inference_mode():
+        cache = model(input_ids=ids, logits_to_keep=1, use_cache=True).past_key_values
+    size, token, left = cache_bytes(cache), ids[:, -1:], ROOM
+    first = None if type(model) is LlamaForCausalLM else copy.deepcopy(cache)
+
+    def step() -> None:
+        nonlocal cache, left
+        if first is not None and not left:  # a fast machine decodes more than there is room for
+            cache, left = copy.deepcopy(first), ROOM
+        with torch.inference_mode():
+            model(input_ids=token, past_key_values=cache, use_cache=True)
+            if first is None:  # the next token stands after the same context; a state costs the same anywhere
+                cache.crop(-1)
+        left -= 1
+
+    return step, size
 
 
 def cache_bytes(cache: DynamicCache) -> int:
@@ -91,32 +120,40 @@ def cache_bytes(cache: DynamicCache) -> int:
     return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
-def summary(rows: list[dict]) -> str:
-    """Our speed over softmax's at each length, and each model's slow-down with the context."""
+def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
+    """Training steps, then decoding after each context."""
+    mixers = args.models or MIXERS
+    for mixer in mixers:
+        try:
+            pattern(mixer)
+        except ValueError as error:
+            raise SystemExit(f"bench: {error}") from None
+    lengths, contexts = args.lengths or LENGTHS, CONTEXTS[:1] if args.quick else CONTEXTS
+    for length in lengths:
+        seconds = args.seconds / len(lengths)
+        yield from training(mixers, length, size=SIZE, seconds=seconds, say=say, memory=False)
+    decoders = [mixer for mixer in mixers if able(mixer, "decoding")]
+    for context in contexts:
+        yield from decoding(decoders, context, size=SIZE, seconds=args.seconds / len(contexts), say=say)
+
+
+def summary(rows: list[Cost]) -> str:
+    """Each model's speed over softmax's at each length, and its slow-down with the context."""
     lines = []
-    rate = {(r["model"], r["length"]): r["tokens_per_second"] for r in rows if r["what"] == "training"}
-    for (name, length), value in rate.items():
-        ratio = "" if name == "sdpa" else f"  {value / rate['sdpa', length]:.2f}x softmax"
-        lines.append(f"training, length {length:>6}: {name:<20} {value:>8,.0f} tokens/s{ratio}")
-    for row in (r for r in rows if r["what"] == "decoding"):
-        size = f"{row['cache_bytes'] / 2**20:.2f} MiB of cache"
+    rates = {(r.mixer, r.length): r.tokens_per_second for r in rows if r.work == "training"}
+    for (mixer, length), rate in rates.items():
+        softmax = rates.get(("softmax+rope", length))
+        ratio = f"  {rate / softmax:.2f}x softmax" if softmax and mixer != "softmax+rope" else ""
+        lines.append(f"training, length {length:>6}: {mixer:<20} {rate:>8,.0f} tokens/s{ratio}")
+    decoded = [row for row in rows if row.work == "decoding"]
+    for row in decoded:
+        mib = (row.cache_bytes or 0) / 2**20
         lines.append(
-            f"decoding, context {row['context']:>6}: {row['model']:<20} {row['ms']:.2f} ms/token, {size}"
+            f"decoding after {row.length:>6}: {row.mixer:<20} {row.ms:.2f} ms/token, {mib:.2f} MiB of cache"
         )
-    for name in dict.fromkeys(r["model"] for r in rows if r["what"] == "decoding"):
-        contexts = [r for r in rows if r["what"] == "decoding" and r["model"] == name]
-        first, last = contexts[0], contexts[-1]
+    for mixer in dict.fromkeys(row.mixer for row in decoded):
+        first, last = (next(r for r in order if r.mixer == mixer) for order in (decoded, decoded[::-1]))
         if first is not last:
-            ratio = last["ms"] / first["ms"]
-            lines.append(
-                f"decoding, context {last['context']} / {first['context']}: {name:<20} {ratio:.2f}x the time"
-            )
+            ratio = f"{last.ms / first.ms:.2f}x the time"
+            lines.append(f"decoding after {last.length} / {first.length}: {mixer:<20} {ratio}")
     return "\n".join(lines)
-
-
-def _step(model: LlamaForCausalLM, ids: Tensor) -> Callable[[], None]:
-    def step() -> None:
-        model(ids, labels=ids, use_cache=False).loss.backward()
-        model.zero_grad()
-
-    return step

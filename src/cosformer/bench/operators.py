@@ -1,10 +1,12 @@
-"""The operators: cosFormer's backends beside softmax and the published algorithm, and their share of the machine's limit."""
+"""The operators: our backends beside softmax and the paper's code, and their share of the machine's limit."""
 
 import argparse
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -13,40 +15,47 @@ from torch import Tensor
 from .. import reference
 from ..ops import State, cosformer_attention, cosformer_stream
 from ..ops.operator import BACKENDS, backend_problem
-from .measure import gemm_works, in_turns, peak_memory, spread
+from ..results import Cost
+from .exactness import with_gradients
+from .measure import Say, Work, in_turns, peak_memories
 
-PASSES = ("forward", "training", "step")  # training is forward and backward; a step decodes one token
-STEP_POSITIONS = (100, 100_000)
+NAMES = ("cosformer-paper", "cosformer", "softmax", "published")
+OURS = ("cosformer-paper", "cosformer")  # without decay, and with one rate for each head and position
+LENGTHS = [256, 512, 1024, 2048, 4096, 16384]
+WORK = {"forward": "forward", "training": "forward + backward", "decoding": "decoding one token"}
+DECODED_AFTER = (100, 100_000)  # tokens
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure; batch 1."""
+    """One thing to measure; the fields are those of `results.Cost`."""
 
-    operator: str
-    length: int
+    mixer: str
+    backend: str | None
+    work: str
     causal: bool
-    work: str  # one of PASSES; for a step, length is the position of the token
-    heads: int = 8
-    size: int = 64
-    dtype: str = "float32"
-    decay: bool = False
+    length: int
+    heads: int
+    head_dim: int
+    dtype: str
 
     def __str__(self) -> str:
-        return f"{self.operator}, {self.work}, {'causal' if self.causal else 'bidirectional'}, length {self.length}, {self.dtype}"
+        mode = "causal" if self.causal else "bidirectional"
+        return f"{name_of(self)}, {self.work}, {mode}, length {self.length}, {self.dtype}"
 
     @property
     def flops(self) -> float:
-        """The arithmetic of linear attention itself: 8 N D^2 a head forward, 24 with backward; what chunks add is overhead."""
-        return (
-            self.heads
-            * self.size**2
-            * {"forward": 8 * self.length, "training": 24 * self.length, "step": 8}[self.work]
-        )
+        """The arithmetic of linear attention: 8 N D^2 a head forward, 24 with backward; chunks add to it."""
+        tokens = {"forward": self.length, "training": 3 * self.length, "decoding": 1}[self.work]
+        return 8 * self.heads * self.head_dim**2 * tokens
+
+
+def name_of(case: Case | Cost) -> str:
+    return f"{case.mixer} {case.backend}" if case.backend else case.mixer
 
 
 def published(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """The algorithm of the paper's published code, written from its formula: causal sums are stored for every position."""
+    """The paper's code, written from its formula: causal sums are stored for every position."""
     L = q.shape[2]
     angle = (math.pi / 2 / L * torch.arange(L)[:, None]).to(q.dtype)
     phi_q, phi_k = (torch.cat([x.relu() * angle.cos(), x.relu() * angle.sin()], -1) for x in (q, k))
@@ -58,193 +67,185 @@ def published(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return phi_q @ (phi_k.mT @ v) / z.clamp_min(1e-6)[..., None]
 
 
-def _attention(backend: str):
-    return lambda q, k, v, causal, decay=None: cosformer_attention(
-        q, k, v, causal=causal, decay=decay, backend=backend
+def function_of(case: Case) -> Callable[..., Tensor]:
+    """The operator: q, k, v and, for `cosformer`, the decay."""
+    if case.mixer == "softmax":
+        return partial(F.scaled_dot_product_attention, is_causal=case.causal)
+    if case.mixer == "published":
+        return partial(published, causal=case.causal)
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None) -> Tensor:
+        return cosformer_attention(q, k, v, causal=case.causal, decay=decay, backend=case.backend)
+
+    return ours
+
+
+def tensors_of(case: Case, heads: int, length: int) -> list[Tensor]:
+    """q, k, v, for `cosformer` the decay, and the gradient of the output."""
+    q, k, v, dout = (
+        torch.randn(1, heads, length, case.head_dim).to(getattr(torch, case.dtype)) for _ in range(4)
     )
+    return [q, k, v, *([torch.rand(1, heads, length)] if case.mixer == "cosformer" else []), dout]
 
 
-def operators() -> dict[str, Callable]:
-    """Every operator that can run here, by name."""
-    ours = {f"cosformer {b}": _attention(b) for b in BACKENDS if backend_problem(b) is None}
-    softmax = {"softmax": lambda q, k, v, causal: F.scaled_dot_product_attention(q, k, v, is_causal=causal)}
-    return {**ours, **softmax, "published": published}
-
-
-def prepare(case: "Case | dict") -> Callable[[], object]:
+def prepare(case: Case | dict) -> Work:
     """A function of no arguments that does the case's work once."""
     case = case if isinstance(case, Case) else Case(**case)
-    dtype = getattr(torch, case.dtype)
-    shape = (1, case.heads, 1 if case.work == "step" else case.length, case.size)
-    q, k, v = (torch.randn(shape).to(dtype) for _ in range(3))
-    if case.work == "step":
-        return _prepare_step(case, q, k, v)
-    call = operators()[case.operator]
-    extra = {"decay": torch.rand(1, case.heads, case.length)} if case.decay else {}
+    if case.work == "decoding":
+        return _prepare_decoding(case)
+    call, (*given, dout) = function_of(case), tensors_of(case, case.heads, case.length)
     if case.work == "forward":
-        return torch.no_grad()(lambda: call(q, k, v, case.causal, **extra))
-    leaves = [x.requires_grad_() for x in (q, k, v, *extra.values())]
-    dout = torch.randn(shape).to(dtype)
-
-    def training():
-        out = call(q, k, v, case.causal, **extra)
-        return torch.autograd.grad(out, leaves, dout)
-
-    return training
+        return torch.no_grad()(lambda: call(*given))
+    leaves = [x.requires_grad_() for x in given]
+    return lambda: torch.autograd.grad(call(*leaves), leaves, dout)
 
 
-def _prepare_step(case: Case, q: Tensor, k: Tensor, v: Tensor) -> Callable[[], object]:
-    if case.operator == "softmax":  # one query against the whole cache
-        keys, values = (torch.randn(1, case.heads, case.length, case.size).to(q.dtype) for _ in range(2))
+def _prepare_decoding(case: Case) -> Work:
+    q, k, v, *_ = tensors_of(case, case.heads, 1)
+    if case.mixer == "softmax":  # one query against the whole cache
+        keys, values, *_ = tensors_of(case, case.heads, case.length)
         return torch.no_grad()(lambda: F.scaled_dot_product_attention(q, keys, values))
-    backend = case.operator.split()[-1]
     sums = torch.float64 if q.dtype == torch.float64 else torch.float32
-    state = State(torch.rand(1, case.heads, 2 * case.size, case.size + 1, dtype=sums), case.length)
-    horizon = 2 * max(STEP_POSITIONS)
-
-    return torch.no_grad()(lambda: cosformer_stream(q, k, v, state, horizon=horizon, backend=backend))
+    state = State(torch.rand(1, case.heads, 2 * case.head_dim, case.head_dim + 1, dtype=sums), case.length)
+    options: dict[str, Any] = {"horizon": 2 * max(DECODED_AFTER), "backend": case.backend}
+    return torch.no_grad()(lambda: cosformer_stream(q, k, v, state, **options))
 
 
 def check(case: Case) -> float:
-    """The largest difference from the definition, of outputs and gradients, at a length that is quick to check.
+    """The largest difference from the definition at a length that is quick to check.
 
-    An error if it is too large to be rounding: no speed is reported for a wrong answer.
+    An error if outputs or gradients differ by more than rounding: no speed is reported for a wrong answer.
     """
-    dtype = getattr(torch, case.dtype)
     L = min(case.length, 300)
-    tensors = [torch.randn(1, 2, L, case.size).to(dtype) for _ in range(3)]
-    tensors += [torch.rand(1, 2, L)] if case.decay else []
-    dout = torch.randn(1, 2, L, case.size).to(dtype)
-    call = operators()[case.operator]
+    tensors = tensors_of(case, 2, L)
 
-    def definition(q, k, v, decay=None):
+    def definition(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None) -> Tensor:
         return reference.attention(q, k, v, horizon=L, causal=case.causal, decay=decay)
 
-    def results(function, tensors):
-        leaves = [x.detach().requires_grad_() for x in tensors]
-        out = function(*leaves)
-        return [out, *torch.autograd.grad(out, leaves, dout.to(out.dtype))]
-
-    found = results(lambda q, k, v, *decay: call(q, k, v, case.causal, *decay), tensors)
-    exact = results(definition, [x.double() for x in tensors])
-    unit = torch.finfo(dtype).eps
-    for ours, theirs in zip(found, exact):
-        difference, size = (ours.double() - theirs).abs().max().item(), theirs.abs().max().item()
-        if not difference < (40 * unit if unit > 1e-6 else 1e-4) * size:
-            raise SystemExit(
-                f"bench: {case.operator} differs from the definition by {difference:.1e} ({case}); no speed is reported"
-            )
-    return (found[0].double() - exact[0]).abs().max().item()
+    found = with_gradients(function_of(case), *tensors)
+    exact = with_gradients(definition, *(x.double() for x in tensors))
+    unit = torch.finfo(getattr(torch, case.dtype)).eps
+    allowed = 40 * unit if unit > 1e-6 else 1e-4
+    differences = [(ours.double() - theirs).abs().max().item() for ours, theirs in zip(found, exact)]
+    for difference, theirs in zip(differences, exact):
+        if not difference < allowed * theirs.abs().max().item():
+            wrong = f"{case.mixer} differs from the definition by {difference:.1e} ({case})"
+            raise SystemExit(f"bench: {wrong}; no speed is reported")
+    return differences[0]
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
-    """The cases asked for, less those out of reach: stored prefix sums beyond 2 GB, softmax beyond --longest-softmax."""
-    lengths = args.lengths or [256, 512, 1024, 2048, 4096, 16384]
-    known = operators()
-    for name in args.operators or ():
-        if name not in known:
-            raise SystemExit(f"bench: operator {name!r} is unknown; one of {', '.join(map(repr, known))}")
-    chosen = []
-    names = args.operators or [n for n in known if not (args.quick and n == "published")]
+    """The cases asked for, less those out of reach, such as softmax beyond --longest-softmax."""
+    here = [backend for backend in BACKENDS if backend_problem(backend) is None]
+    _known("operator", args.operators, NAMES)
+    _known("backend", args.backends, here)
+    default = [n for n in NAMES if n != "cosformer" and not (args.quick and n == "published")]
+    operators = [
+        (name, backend)
+        for name in args.operators or default
+        for backend in (args.backends or here if name in OURS else [None])
+    ]
     modes = [mode for mode in (False, True) if args.causal in ("both", "yes" if mode else "no")]
-    for name, work, causal, size, dtype in itertools.product(
-        names, args.work, modes, args.sizes, args.dtypes
-    ):
-        if name == "cosformer native" and (dtype == "float64" or size > 256):
-            continue  # not for this backend
-        common = {"heads": args.heads, "size": size, "dtype": dtype}
-        if work == "step":
-            positions = STEP_POSITIONS if causal and name != "published" else ()
-            chosen += [Case(name, position, True, "step", **common) for position in positions]
-            continue
-        for length in lengths:
-            too_large = name == "published" and causal and 3 * args.heads * length * 2 * size * size * 4 > 2e9
-            if too_large or (name == "softmax" and length > args.longest_softmax):
-                continue
-            chosen.append(Case(name, length, causal, work, **common))
-            if args.decay and name.startswith("cosformer"):
-                chosen.append(Case(name, length, causal, work, **common, decay=True))
+    chosen = []
+    every = itertools.product(operators, args.work, modes, args.head_dims, args.dtypes)
+    for (name, backend), work, causal, head_dim, dtype in every:
+        for length in DECODED_AFTER if work == "decoding" else args.lengths or LENGTHS:
+            case = Case(name, backend, work, causal, length, args.heads, head_dim, dtype)
+            if _in_reach(case, args.longest_softmax):
+                chosen.append(case)
+    if not chosen:
+        only = "only cosformer-paper and softmax decode, causally; published needs memory at length"
+        raise SystemExit(f"bench: nothing to measure: {only}")
     return sorted(chosen, key=lambda case: case.length)  # those to be compared take their turns together
 
 
-def table(rows: list[dict]) -> str:
-    """The rows as text: one line a length, one column an operator, each with its ratio to softmax or its share of the limit."""
-    lines = []
-    kinds = sorted({(r["work"], r["causal"], r["size"], r["dtype"], r["decay"]) for r in rows}, key=str)
-    for kind in kinds:
-        mine = [r for r in rows if (r["work"], r["causal"], r["size"], r["dtype"], r["decay"]) == kind]
-        work, causal, size, dtype, decay = kind
-        names = list(dict.fromkeys(r["operator"] for r in mine))
-        lines.append("")
-        what = {"forward": "forward", "training": "forward + backward", "step": "one decode step"}[work]
-        lines.append(
-            f"{what}, {'causal' if causal else 'bidirectional'}{', with decay' if decay else ''}, head size {size}, {dtype}"
-        )
-        lines.append(f"{'position' if work == 'step' else 'length':>8}" + "".join(f"{n:>42}" for n in names))
-        for length in sorted({r["length"] for r in mine}):
-            at = {r["operator"]: r for r in mine if r["length"] == length}
-            lines.append(
-                f"{length:>8}" + "".join(f"{_cell(at.get(n), at.get('softmax')):>42}" for n in names)
-            )
+def _known(what: str, given: list[str] | None, known: tuple[str, ...] | list[str]) -> None:
+    for name in given or ():
+        if name not in known:
+            raise SystemExit(f"bench: {what} {name!r} is unknown; one of {', '.join(map(repr, known))}")
+
+
+def _in_reach(case: Case, longest_softmax: int) -> bool:
+    if case.work == "decoding":
+        return case.causal and case.mixer in ("cosformer-paper", "softmax") and _runs(case)
+    if case.mixer == "published":  # 2 GB of stored sums
+        return not case.causal or 3 * case.heads * case.length * 2 * case.head_dim**2 * 4 <= 2e9
+    return _runs(case) and (case.mixer != "softmax" or case.length <= longest_softmax)
+
+
+def _runs(case: Case) -> bool:
+    """Whether the backend takes this dtype and size at all."""
+    try:
+        function_of(case)(*tensors_of(case, 1, 1)[:-1])
+    except ValueError:
+        return False
+    return True
+
+
+def gemm_works() -> dict[str, tuple[Work, float]]:
+    """Batched matrix products with their flops: the fastest is what a kernel of such products can reach."""
+    works: dict[str, tuple[Work, float]] = {}
+    for batch, n, m, p in ((8, 1024, 64, 128), (8, 64, 1024, 128), (8, 512, 256, 256), (2, 1024, 1024, 1024)):
+        a, b, out = torch.randn(batch, n, m), torch.randn(batch, m, p), torch.empty(batch, n, p)
+        works[f"gemm {batch}x{n}x{m}x{p}"] = (partial(torch.bmm, a, b, out=out), 2.0 * batch * n * m * p)
+    return works
+
+
+def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
+    """Check every operator against the definition, then measure all cases in turns; one row a case."""
+    todo = cases(args)
+
+    def kind(case: Case) -> tuple:
+        return case.mixer, case.backend, case.causal, case.head_dim, case.dtype
+
+    judged = {kind(c): c for c in todo if c.mixer != "softmax" and c.work != "decoding"}
+    errors = {key: check(case) for key, case in judged.items()}
+    limits = gemm_works()
+    works: dict = {case: prepare(case) for case in todo} | {name: work for name, (work, _) in limits.items()}
+    timed = in_turns(works, seconds=args.seconds, say=say)
+    limit = max(flops / (timed[name]["ms"] * 1e6) for name, (_, flops) in limits.items())
+    weighed = [c for c in todo if c.work == "training" and c.causal == (args.causal != "no")]
+    weighed = [c for c in weighed if args.memory and c.mixer != "cosformer"]
+    say(f"memory of {len(weighed)} cases")
+    memory = dict(zip(weighed, peak_memories(__name__, [asdict(case) for case in weighed])))
+    for case in todo:
+        row = partial(Cost, what="operator", limit_gflops=limit, gflops=case.flops / timed[case]["ms"] / 1e6)
+        yield row(**asdict(case), **timed[case], error=errors.get(kind(case)), memory_mib=memory.get(case))
+
+
+def summary(rows: list[Cost]) -> str:
+    """The largest differences from the definition, the machine's limit, and a table for each kind of work."""
+    found: dict[str, float] = {}
+    for row in rows:
+        if row.error is not None and row.dtype == "float32":
+            found[name_of(row)] = max(found.get(name_of(row), 0.0), row.error)
+    lines = [f"largest difference from the definition, {n}, float32: {e:.1e}" for n, e in found.items()]
+    lines.append(f"the machine's batched matrix product: {rows[0].limit_gflops:.0f} GFLOP/s")
+    tables: dict[tuple, list[Cost]] = {}
+    for row in rows:
+        tables.setdefault((row.work, row.causal, row.head_dim, row.dtype), []).append(row)
+    for (work, causal, head_dim, dtype), mine in sorted(tables.items()):
+        mode = "causal" if causal else "bidirectional"
+        lines += ["", f"{WORK[work]}, {mode}, head size {head_dim}, {dtype}"]
+        names = list(dict.fromkeys(map(name_of, mine)))
+        lines.append(f"{'length':>8}" + "".join(f"{name:>42}" for name in names))
+        for length in sorted({row.length for row in mine}):
+            at = {name_of(row): row for row in mine if row.length == length}
+            cells = [_cell(at.get(name), at.get("softmax")) for name in names]
+            lines.append(f"{length:>8}" + "".join(f"{cell:>42}" for cell in cells))
     return "\n".join(lines)
 
 
-def _cell(row: dict | None, softmax: dict | None) -> str:
+def _cell(row: Cost | None, softmax: Cost | None) -> str:
     if row is None:
         return "-"
     notes = []
     if softmax is not None and row is not softmax:
-        notes.append(f"{softmax['ms'] / row['ms']:.1f}x")
-    if row["operator"].startswith("cosformer") and row["work"] != "step":
-        notes.append(f"{row['gflops'] / row['limit_gflops']:.0%} of limit")
-    if row.get("memory_mib") is not None:
-        notes.append(f"{row['memory_mib']:.0f} MiB")
-    return f"{row['ms']:.3g} ms" + (f" ({', '.join(notes)})" if notes else "")
-
-
-def run(args: argparse.Namespace, progress: Callable[[str], None]) -> list[dict]:
-    """Check every operator against the definition, then measure all cases in turns; one row a case."""
-    todo = cases(args)
-    if args.operators and not todo:
-        raise SystemExit(
-            "bench: nothing to measure: the published algorithm has no decode step, and causal at length needs memory"
-        )
-    kinds = {
-        (c.operator, c.causal, c.size, c.dtype, c.decay): c
-        for c in todo
-        if c.operator != "softmax" and c.work != "step"
-    }
-    errors = {kind: check(case) for kind, case in kinds.items()}
-    limits = gemm_works()
-    works: dict = {case: prepare(case) for case in todo} | {name: work for name, (work, _) in limits.items()}
-    samples = in_turns(works, seconds=args.seconds, progress=progress)
-    limit = max(flops / (spread(samples[name])["ms"] * 1e6) for name, (_, flops) in limits.items())
-    rows = []
-    for case in todo:
-        row = {"bench": "operators", **asdict(case), **spread(samples[case])}
-        row |= {"gflops": case.flops / (row["ms"] * 1e6), "limit_gflops": limit}
-        row["error"] = errors.get((case.operator, case.causal, case.size, case.dtype, case.decay))
-        if (
-            args.memory
-            and case.work == "training"
-            and case.causal == (args.causal != "no")
-            and not case.decay
-        ):
-            progress(f"memory: {case}")
-            row["memory_mib"] = peak_memory("cosformer.bench.operators", asdict(case))
-        rows.append(row)
-    return rows
-
-
-def summary(rows: list[dict]) -> str:
-    found: dict[str, float] = {}
-    for row in rows:
-        if row["error"] is not None and row["dtype"] == "float32":
-            found[row["operator"]] = max(found.get(row["operator"], 0.0), row["error"])
-    lines = [
-        f"largest difference from the definition, {name}, float32: {error:.1e}"
-        for name, error in found.items()
-    ]
-    return "\n".join(
-        [*lines, f"the machine's batched matrix product: {rows[0]['limit_gflops']:.0f} GFLOP/s", table(rows)]
-    )
+        notes.append(f"{softmax.ms / row.ms:.1f}x")
+    if row.mixer in OURS and row.work != "decoding" and row.gflops and row.limit_gflops:
+        notes.append(f"{row.gflops / row.limit_gflops:.0%} of limit")
+    if row.memory_mib is not None:
+        notes.append(f"{row.memory_mib:.0f} MiB")
+    if row.contended:
+        notes.append("contended")
+    return f"{row.ms:.3g} ms" + (f" ({', '.join(notes)})" if notes else "")

@@ -1,148 +1,218 @@
-"""One cell of the quality tables: a mixer trained on a subject -> a row of results."""
+"""One cell of the quality tables: a mixer trained on a subject with a seed -> a row of results."""
 
 import json
+import math
+import re
 import shlex
 import shutil
+from collections import Counter
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import TrainerCallback
 
-from .. import models, train
+from .. import tasks, train
+from ..bench.measure import Watch
+from ..results import Quality, Search, Status
+from ..train import models
 from ..train.progress import read
 from .plan import EVALUATIONS, Subject
 
 
-def folder_of(subject: Subject, mixer: str, seed: int, *, out: Path) -> Path:
-    """Where a cell's model is."""
-    return out / "cells" / f"{subject.name}-{mixer}-{seed}"
+@dataclass(frozen=True)
+class Cell:
+    subject: Subject
+    mixer: str
+    seed: int
+    out: Path  # of the comparison
+
+    def __str__(self) -> str:
+        return f"{self.subject.name}, {self.mixer}" + (f", seed {self.seed}" if self.seed else "")
+
+    def folder(self, subject: str) -> Path:
+        """Where this mixer's and seed's model of a subject is."""
+        return self.out / "cells" / f"{subject}-{re.sub(r'[^a-z0-9+_-]+', '_', self.mixer)}-{self.seed}"
+
+    def run(self, steps: int, rate: float) -> train.Run:
+        """The training run. A tokenizer called "start" is that of the model it starts from."""
+        subject, settings = self.subject, dict(self.subject.settings)
+        start = str(self.folder(subject.after)) if subject.after else None
+        if settings.get("tokenizer") == "start":  # where there is none, the row will say that
+            settings["tokenizer"] = start if start and Path(start).exists() else "bytes"
+        training = {
+            "max_steps": steps,
+            "eval_steps": max(1, steps // EVALUATIONS),
+            "logging_steps": max(1, steps // 40),
+            "eval_on_start": True,
+            "report_to": [],
+            "seed": self.seed,
+            "learning_rate": rate,
+            "per_device_train_batch_size": subject.batch,
+            "per_device_eval_batch_size": subject.batch,
+            **subject.training,
+        }
+        return train.Run(
+            task=subject.task,
+            mixer=self.mixer,
+            size=subject.size,
+            out=str(self.folder(subject.name)),
+            start=start,
+            eval_examples=subject.eval_examples,
+            test_examples=subject.test_examples,
+            task_settings=settings,
+            model_fields=subject.fields,
+            training=training,
+            pretrain=subject.pretrain,
+        )
+
+    def problem(self, run: train.Run) -> tuple[Status, str] | None:
+        """Why it cannot be trained: the mixer refuses, or there is nothing to start from."""
+        if run.start and not Path(run.start, "config.json").exists():
+            return "failed", f"{self.subject.after} left no model to start from"
+        try:
+            with torch.device("meta"):
+                models.build(task_of(run), mixer=run.mixer, size=run.size, fields=run.model_fields)
+        except ValueError as error:
+            return "refused", str(error)
+        return None
 
 
-def run_of(subject: Subject, mixer: str, seed: int, *, steps: int, out: Path) -> train.Run:
-    training = {
-        "max_steps": steps,
-        "eval_steps": max(1, steps // EVALUATIONS),
-        "logging_steps": max(1, steps // 40),
-        "eval_on_start": True,
-        "report_to": [],
-        "seed": seed,
-        **subject.training,
-    }
-    return train.Run(
-        task=subject.task,
-        mixer=mixer,
-        size=subject.size,
-        out=str(folder_of(subject, mixer, seed, out=out)),
-        start=str(out / "cells" / f"{subject.after}-{mixer}-{seed}") if subject.after else None,
-        eval_examples=subject.eval_examples,
-        test_examples=subject.test_examples,
-        task_settings=subject.task_settings,
-        model_fields=subject.model_fields,
-        training=training,
-    )
+def task_of(run: train.Run) -> tasks.Task:
+    return _task(run.task, json.dumps(run.task_settings))
+
+
+@lru_cache(maxsize=1)  # all mixers of a subject have the same
+def _task(name: str, settings: str) -> tasks.Task:
+    return tasks.build(name, **json.loads(settings))
 
 
 def command(run: train.Run) -> str:
     """The command that does the run again."""
-    words = [
-        "cosformer",
-        "train",
-        run.task,
-        "--mixer",
-        run.mixer,
-        "--size",
-        run.size,
-        "--out",
-        Path(run.out).name,
-    ]
+    words = ["cosformer", "train", run.task, "--mixer", run.mixer, "--size", run.size]
+    words += ["--out", Path(run.out).name]
     words += ["--start", Path(run.start).name] if run.start else []
+    words += ["--pretrain-first"] if run.pretrain is not None else []
     words += ["--eval-examples", str(run.eval_examples), "--test-examples", str(run.test_examples)]
-    for table, values in (("task", run.task_settings), ("model", run.model_fields)):
-        for key, value in values.items():
+    for table, values in (
+        ("task", run.task_settings),
+        ("model", run.model_fields),
+        ("pretrain", run.pretrain),
+    ):
+        for key, value in (values or {}).items():
             words += ["--set", f"{table}.{key}={json.dumps(value)}"]
     for key, value in run.training.items():
-        words += (
-            [f"--{key}", *(map(str, value if isinstance(value, list) else [value]))] if value != [] else []
-        )
+        if value != []:
+            words += [f"--{key}", *map(str, value if isinstance(value, list) else [value])]
     return shlex.join(words)
 
 
-def cell(
-    subject: Subject, mixer: str, seed: int, *, steps: int, out: Path, watch: TrainerCallback
-) -> dict[str, Any]:
-    """Train, or go on training, and return the row. What a mixer refuses or cannot train is a row, too, with the reason."""
-    task = subject.build()
-    row: dict[str, Any] = {
-        "kind": "quality",
-        "subject": subject.name,
-        "group": subject.group,
-        "task": subject.task,
-        "title": subject.title,
-        "data": subject.data,
-        "mixer": mixer,
-        "seed": seed,
-        "steps": steps,
-        "examples": min(subject.test_examples, len(task.test)),
+def trained(cell: Cell, steps: int, rate: float, watch: TrainerCallback) -> Quality:
+    """Train, or go on training. A mixer that refuses or breaks off has a row, too, with the reason."""
+    subject, run = cell.subject, cell.run(steps, rate)
+    known: dict[str, Any] = {
+        **{name: getattr(subject, name) for name in ("group", "task", "title", "data", "batch", "note")},
+        **{"subject": subject.name, "mixer": cell.mixer, "seed": cell.seed, "steps": steps, "rate": rate},
+        "settings": {**subject.settings, **subject.fields, **subject.training},
+        "published": subject.published.get(cell.mixer),
+        "command": command(run),
+    }
+    problem = cell.problem(run)
+    task = task_of(run)
+    shape = models.size_of(run.size, task)
+    known |= {
+        "size": str(replace(shape, layers=subject.fields.get("num_hidden_layers", shape.layers))),
         "length": task.max_length,
-        "batch": subject.training["per_device_train_batch_size"],
-        "size": f"{subject.size} ({models.size_of(subject.size, task)})",
         "metric": task.metric,
         "greater_is_better": task.greater_is_better,
-        "settings": {**subject.task_settings, **subject.model_fields, **subject.training},
+        "examples": min(subject.test_examples, len(task.test)),
     }
-    run = run_of(subject, mixer, seed, steps=steps, out=out)
-    row["command"] = command(run)
+    if problem:
+        return Quality(**known, status=problem[0], reason=problem[1])
     try:
-        with torch.device("meta"):
-            models.build(task, mixer=mixer, size=subject.size, fields=subject.model_fields)
-    except ValueError as error:
-        return row | {"status": "refused", "reason": str(error)}
-    if run.start and not Path(run.start, "config.json").exists():
-        return row | {"status": "failed", "reason": f"{subject.after} left no model to start from"}
+        with Watch() as others:
+            result = train.train(run, resume=True, watch=watch)
+    except train.NotFinite as stopped:
+        # Anything else, an interruption or a full disk, is not the mixer's: the next start goes on.
+        return Quality(**known, status="failed", reason=str(stopped).split(";")[0])
+    for checkpoint in Path(run.out).rglob("checkpoint-*"):
+        shutil.rmtree(checkpoint)
+    lines = read(Path(run.out) / "metrics.jsonl")
+    speed = speed_of(lines)
+    curve = [point(line, task.metric, speed) for line in lines]
+    return Quality(
+        **known,
+        status="done",
+        value=result["test"][task.metric],
+        metrics=result["test"],
+        validation=result["validation"],
+        most_frequent=most_frequent(task, known["examples"]),
+        curve=[entry for entry in curve if len(entry) > 3],
+        parameters=result["parameters"],
+        tokens=result["tokens"],
+        seconds=round(result["tokens"] / speed, 3),
+        tokens_per_second=speed,
+        waited=round(others.waited, 4),
+    )
+
+
+def searched(cell: Cell, steps: int, rate: float, watch: TrainerCallback) -> Search:
+    """A short run with one rate, judged on the validation set; its model is not kept."""
+    run = cell.run(steps, rate)
+    run = replace(
+        run,
+        out=str(cell.out / "search" / Path(run.out).name / f"{rate:g}"),
+        test_examples=run.eval_examples,
+        training=run.training | {"eval_on_start": False, "eval_steps": steps},
+    )
+    task = task_of(run)
+    known: dict[str, Any] = {
+        **{
+            "subject": cell.subject.name,
+            "mixer": cell.mixer,
+            "seed": cell.seed,
+            "rate": rate,
+            "steps": steps,
+        },
+        **{"metric": task.metric, "greater_is_better": task.greater_is_better, "command": command(run)},
+    }
     try:
         result = train.train(run, resume=True, watch=watch)
-    except (
-        train.NotFinite
-    ) as stopped:  # anything else, an interruption or a full disk, is not the mixer's: the next start goes on
-        return row | {"status": "failed", "reason": str(stopped).split(";")[0]}
-    for checkpoint in Path(run.out).glob("checkpoint-*"):
-        shutil.rmtree(checkpoint)
-    speed = speed_of(run.out)
-    curve = [point(line, task.metric, speed) for line in read(Path(run.out) / "metrics.jsonl")]
-    curve = [entry for entry in curve if len(entry) > 3]
-    value = result["test"][task.metric]
-    row |= {
-        "status": "done",
-        "reason": None,
-        "value": value,
-        "metrics": result["test"],
-        "validation": result["validation"],
-    }
-    row |= {
-        "curve": curve,
-        "start": next((c for c in curve if "value" in c), {}),
-        "parameters": result["parameters"],
-    }
-    return row | {
-        "tokens": result["tokens"],
-        "seconds": round(result["tokens"] / speed, 3),
-        "tokens_per_second": speed,
-    }
+    except train.NotFinite as stopped:
+        return Search(**known, status="failed", reason=str(stopped).split(";")[0])
+    shutil.rmtree(run.out)
+    found = result["validation"]
+    return Search(
+        **known, status="done", value=found[task.metric], loss=found["loss"], seconds=result["seconds"]
+    )
 
 
-def point(line: dict[str, Any], metric: str, speed: float) -> dict[str, Any]:
-    """A line of metrics as a point of a learning curve; its seconds are of training alone, without evaluation and pauses."""
+def most_frequent(task: tasks.Task, examples: int) -> float | None:
+    """The share of the test set's most frequent answer, where the metric is the share of right answers."""
+    if task.metric != "accuracy":
+        return None
+    chosen = (task.test[i * len(task.test) // examples]["labels"] for i in range(examples))
+    answers = Counter(label for labels in chosen for label in torch.as_tensor(labels).flatten().tolist())
+    del answers[tasks.IGNORE]
+    return max(answers.values()) / answers.total() if answers else None
+
+
+def point(line: dict[str, Any], metric: str, speed: float) -> dict[str, float]:
+    """A line of metrics as a point of a learning curve; its seconds are of training alone."""
     kept = {"step": line["step"], "tokens": line["tokens"], "seconds": round(line["tokens"] / speed, 3)}
     for name, key in (("loss", "loss"), ("eval_loss", "eval_loss"), ("value", f"eval_{metric}")):
-        if key in line:
+        if key in line and math.isfinite(line[key]):
             kept[name] = round(line[key], 6)
     return kept
 
 
-def speed_of(out: str) -> float:
-    """Tokens a second while training, evaluation left out. Not the median of the lines: where batches differ in length, the long
-    ones hold most of the tokens, and those of softmax take longest."""
-    lines = [line for line in read(Path(out) / "metrics.jsonl") if "tokens_per_second" in line]
-    tokens = [now["tokens"] - before for now, before in zip(lines, [0, *(line["tokens"] for line in lines)])]
-    return sum(tokens) / sum(count / line["tokens_per_second"] for count, line in zip(tokens, lines))
+def speed_of(lines: list[dict[str, Any]]) -> float:
+    """Tokens a second while training, evaluation left out.
+
+    Not the median of the lines: where batches differ in length, long ones hold most tokens and take longest.
+    """
+    timed = [line for line in lines if "tokens_per_second" in line]
+    tokens = [now["tokens"] - before for now, before in zip(timed, [0, *(line["tokens"] for line in timed)])]
+    return sum(tokens) / sum(count / line["tokens_per_second"] for count, line in zip(tokens, timed))

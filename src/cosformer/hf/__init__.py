@@ -1,4 +1,4 @@
-"""cosFormer in Hugging Face: an attention implementation for any architecture, and models with a constant-size cache.
+"""cosFormer in Hugging Face: an attention implementation for any architecture, and models with their cache.
 
 Importing this package registers both with transformers.
 """
@@ -15,7 +15,9 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-from . import interface, mixers
+from .. import mixers
+from . import interface
+from .attach import attach, enter_mixer
 from .cache import CosformerCache
 from .configuration import CosformerConfig, CosformerEncoderConfig, CosformerSeq2SeqConfig
 from .decoder import CosformerForCausalLM, CosformerModel
@@ -26,7 +28,6 @@ from .encoder import (
     CosformerForSequenceClassification,
     CosformerForTokenClassification,
 )
-from .mixers import attach
 from .seq2seq import CosformerForConditionalGeneration, CosformerSeq2SeqModel
 
 __all__ = [
@@ -60,8 +61,9 @@ MODELS: dict[Any, list[tuple[Any, Any]]] = {  # config: (Auto class, model) pair
     ],
 }
 
-interface.register()
-mixers.register()
+interface.enter()
+for name in mixers.names():
+    enter_mixer(name)
 for config, models in MODELS.items():
     AutoConfig.register(config.model_type, config, exist_ok=True)
     for auto, model in models:

@@ -1,139 +1,221 @@
-"""The cache of a model with linear layers: one constant-size state per linear layer, keys and values per softmax layer."""
+"""The cache of a Cosformer model: what each layer's mixer keeps of a stream, and of a source read again."""
 
-import math
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, DynamicLayer, EncoderDecoderCache
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
-from ..ops import State, cosformer_stream, linear_read, linear_state
+from ..layer import Interior, LayerState
+from ..mixers import Mixer
 
 
-class StateLayer(CacheLayerMixin):
-    """What one linear layer remembers of its sequence: a `State`, whatever the length.
-
-    Going back (assisted decoding) needs the tokens since the last `crop`: they are kept after `activate_past_recording`.
-    """
+class KeptLayer(CacheLayerMixin):
+    """What one layer keeps, whatever it is: a dataclass of tensors with `position` and `index_select`."""
 
     is_compileable = False
     is_sliding = False
     is_croppable = True
     supports_early_init = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.state: State | None = None
-        self.record_past = False
-
-    def stream(self, q: Tensor, k: Tensor, v: Tensor, *, horizon: float, **options) -> Tensor:
-        """Causal attention of the next tokens, which the state takes in."""
-        if self.record_past and (self.state is None or self.state.origin is None):
-            self.state = (self.state or _empty_state(q, v, horizon=horizon)).snapshot()
-        out, self.state = cosformer_stream(q, k, v, self.state, horizon=horizon, **options)
-        self.is_initialized = True
-        return out
-
-    def absorb(self, k: Tensor, v: Tensor, *, key_mask: Tensor | None) -> None:
-        """Take in all keys and values of cross attention, once."""
-        self.state = linear_state(k, v, heads=k.shape[1], relu=True, key_mask=key_mask)
-        self.is_initialized = True
-
-    def read(self, q: Tensor) -> Tensor:
-        """Cross attention over what was absorbed: (B, H, L, D) -> (B, H, L, E)."""
-        assert self.state is not None, "nothing was absorbed"
-        return linear_read(q, self.state, relu=True)
+    kept: Any = None
 
     def get_seq_length(self) -> int:
-        return 0 if self.state is None else self.state.position
+        return 0 if self.kept is None else self.kept.position
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        return -1  # none: a state does not grow
+        return -1  # none is known here: the model refuses what its mixers cannot reach
 
     get_max_cache_shape = get_max_length  # the name before transformers 5.13
 
     def reset(self) -> None:
-        self.state, self.is_initialized = None, False
+        self.kept, self.is_initialized = None, False
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
-        if self.state is not None:
-            self.state = self.state.index_select(indices.to(self.state.tensor.device))
+        if self.kept is not None:
+            self.kept = self.kept.index_select(indices.to(self.device_of()))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        if self.state is not None:
-            rows = torch.arange(self.state.tensor.shape[0], device=self.state.tensor.device)
-            self.state = self.state.index_select(rows.repeat_interleave(repeats))
-
-    def activate_past_recording(self) -> None:
-        self.record_past = True
-
-    def crop(self, tokens: int) -> None:
-        """Forget the last `-tokens` tokens; a positive number is the length to return to (transformers before 5.16)."""
-        surplus = -tokens if tokens <= 0 else self.get_seq_length() - tokens
-        if self.state is None or not (surplus > 0 or self.record_past):
-            return
-        if surplus > 0 and self.state.origin is None:
-            raise ValueError(
-                f"crop: {surplus} tokens cannot be taken back; call cache.activate_past_recording() before them"
-            )
-        if surplus > 0:
-            self.state = self.state.rollback(surplus)
-        self.state = self.state.snapshot()  # what was verified is settled: the tokens kept so far can go
+        if self.kept is not None:
+            rows = torch.arange(len(next(tensors(self.kept))), device=self.device_of())
+            self.batch_select_indices(rows.repeat_interleave(repeats))
 
     def offload(self) -> None:
-        if self.state is not None:
-            self.device, self.state = self.state.tensor.device, self.state.to("cpu")
+        if self.kept is not None:
+            self.device, self.kept = self.device_of(), mapped(self.kept, lambda t: t.to("cpu"))
 
     def prefetch(self) -> None:
-        if self.state is not None:
-            self.state = self.state.to(self.device)
+        if self.kept is not None:
+            self.kept = mapped(self.kept, lambda t: t.to(self.device))
+
+    def device_of(self) -> torch.device:
+        return next(tensors(self.kept)).device
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self.kept is None else sum(t.nbytes for t in tensors(self.kept))
 
     def lazy_initialization(self, *args, **kwargs) -> None:
-        """Nothing to allocate: the first call makes the state."""
+        """Nothing to allocate: the first call makes what is kept."""
 
     def update(self, *args, **kwargs):
         raise TypeError(
-            "a linear layer's cache holds a state, not keys and values; only the Cosformer model types can use it"
+            "this cache holds what a mixer keeps, not keys and values; only the Cosformer model types use it"
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokens:
+    """The inputs of a layer's stream, kept so that the last of them can be taken back."""
+
+    inputs: tuple[Tensor, ...]  # x, q, k, v: (B, L, .)
+    key_mask: Tensor | None
+
+    def first(self, count: int) -> Tokens:
+        mask = None if self.key_mask is None else self.key_mask[:, :count]
+        return Tokens(tuple(t[:, :count] for t in self.inputs), mask)
+
+    def index_select(self, index: Tensor) -> Tokens:
+        return mapped(self, lambda t: t.index_select(0, index))
+
+
+class StreamLayer(KeptLayer):
+    """What a layer remembers of its own tokens.
+
+    A state cannot forget, so going back means starting from an earlier one: after `activate_past_recording`
+    the tokens since the last `crop` are kept, and those that stay are read again.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.record_past = False
+        self.origin: LayerState | None = None  # the state at the last crop ...
+        self.since: list[Tokens] = []  # ... and what was read after it
+        self.replay = False
+
+    def stream(
+        self, interior: Interior, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None
+    ) -> Tensor:
+        """The next tokens through a layer's interior: x, q, k, v (B, L, .) -> (B, L, .)."""
+        if self.replay:  # tokens were taken back: those that stay are read again, and settled
+            self.kept = self.origin
+            for seen in self.since:
+                self._read(interior, *seen.inputs, key_mask=seen.key_mask)
+            self.origin, self.since, self.replay = self.kept, [], False
+        if self.record_past:  # clones: the caller may reuse its buffers
+            self.since.append(mapped(Tokens((x, q, k, v), key_mask), torch.clone))
+        return self._read(interior, x, q, k, v, key_mask=key_mask)
+
+    def _read(self, interior: Interior, x, q, k, v, *, key_mask: Tensor | None) -> Tensor:
+        out, self.kept = interior.stream(x, q, k, v, self.kept, key_mask=key_mask)
+        self.is_initialized = True
+        return out
+
+    def get_seq_length(self) -> int:
+        if not self.replay:
+            return super().get_seq_length()
+        start = 0 if self.origin is None else self.origin.position
+        return start + sum(seen.inputs[0].shape[1] for seen in self.since)
+
+    def activate_past_recording(self) -> None:
+        if not self.record_past:
+            self.record_past, self.origin = True, self.kept
+
+    def crop(self, tokens: int) -> None:
+        """Forget the last `-tokens` tokens; a positive number is the length to return to (transformers before
+        5.16).
+        """
+        length = self.get_seq_length()
+        surplus = -tokens if tokens <= 0 else length - tokens
+        if not (surplus > 0 or self.record_past) or not length:
+            return
+        recorded = sum(seen.inputs[0].shape[1] for seen in self.since)
+        if surplus > recorded:
+            raise ValueError(
+                f"crop: {surplus} tokens cannot be taken back, {recorded} were recorded; "
+                "call cache.activate_past_recording() before them"
+            )
+        if surplus <= 0 and not self.replay:  # all that was read is settled
+            self.origin, self.since = self.kept, []
+            return
+        left = recorded - surplus
+        kept = []
+        for seen in self.since:
+            size = min(left, seen.inputs[0].shape[1])
+            left -= size
+            if size:
+                kept.append(seen.first(size))
+        self.since, self.replay = kept, True
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        if self.origin is not None:
+            self.origin = self.origin.index_select(indices)
+        self.since = [seen.index_select(indices) for seen in self.since]
+
+    def reset(self) -> None:
+        super().reset()
+        self.origin, self.since, self.replay = None, [], False
+
+
+class SourceLayer(KeptLayer):
+    """What a decoder layer reads of the source: absorbed once, then read at every step."""
+
+    def absorb(self, mixer: Mixer, k: Tensor, v: Tensor, *, key_mask: Tensor | None) -> None:
+        self.kept, self.is_initialized = mixer.absorb(k, v, key_mask=key_mask), True
 
 
 class CosformerCache(DynamicCache):
-    """`layer_types` says what each layer keeps: "linear_attention" a state, "full_attention" keys and values."""
+    """One `StreamLayer` a layer, or one `SourceLayer` for cross attention."""
 
-    def __init__(self, layer_types: list[str]):
-        Cache.__init__(
-            self,
-            layers=[StateLayer() if kind == "linear_attention" else DynamicLayer() for kind in layer_types],
-        )
+    def __init__(self, layers: int, *, kind: type[KeptLayer] = StreamLayer):
+        Cache.__init__(self, layers=[kind() for _ in range(layers)])
 
     def activate_past_recording(self) -> None:  # not in transformers before 5.16
         for layer in self.layers:
-            if isinstance(layer, StateLayer):
+            if isinstance(layer, StreamLayer):
                 layer.activate_past_recording()
 
     @property
     def nbytes(self) -> int:
         """The bytes this cache holds."""
-        seen = [layer for layer in self.layers if layer.is_initialized]
-        states = (
-            layer.state.tensor for layer in seen if isinstance(layer, StateLayer) and layer.state is not None
-        )
-        pairs = (t for layer in seen if isinstance(layer, DynamicLayer) for t in (layer.keys, layer.values))
-        return sum(t.nbytes for t in (*states, *pairs))
+        return sum(layer.nbytes for layer in self.layers)
 
 
-def encoder_decoder_cache(layer_types: list[str]) -> EncoderDecoderCache:
+def encoder_decoder_cache(layers: int) -> EncoderDecoderCache:
     """The decoder's cache: its own tokens, and what its cross attention read from the encoder."""
-    return EncoderDecoderCache(CosformerCache(layer_types), CosformerCache(layer_types))
+    return EncoderDecoderCache(CosformerCache(layers), CosformerCache(layers, kind=SourceLayer))
 
 
-def _empty_state(q: Tensor, v: Tensor, *, horizon: float) -> State:
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
-    features = q.shape[3] * (1 if horizon == math.inf else 2)
-    tensor = torch.zeros(q.shape[0], q.shape[1], features, v.shape[3] + 1, dtype=dtype, device=q.device)
-    return State(tensor, horizons=(float(horizon),))
+def tensors(kept: Any) -> Iterator[Tensor]:
+    """Every tensor of what a mixer keeps."""
+    if isinstance(kept, Tensor):
+        yield kept
+    elif isinstance(kept, tuple | list):
+        for part in kept:
+            yield from tensors(part)
+    elif dataclasses.is_dataclass(kept):
+        yield from tensors([getattr(kept, field.name) for field in dataclasses.fields(kept)])
+
+
+def mapped(kept: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The same with every tensor changed."""
+    if isinstance(kept, Tensor):
+        return change(kept)
+    if isinstance(kept, tuple):
+        return tuple(mapped(part, change) for part in kept)
+    if dataclasses.is_dataclass(kept) and not isinstance(kept, type):
+        changed = {
+            field.name: mapped(getattr(kept, field.name), change) for field in dataclasses.fields(kept)
+        }
+        return dataclasses.replace(kept, **changed)
+    return kept

@@ -1,156 +1,235 @@
-"""The configurations of the Cosformer model types: a transformers architecture's own fields, and a few of ours.
+"""The configurations of the Cosformer model types: an architecture's own fields, and a few of ours.
 
-horizon         the distance at which a key stops mattering; None means max_position_embeddings. No two tokens may lie
-                further apart, so a longer text is an error; math.inf drops the cosine, and the length is then unlimited,
-                unless positions are learned: those end at max_position_embeddings
-decay           "gated" (rates read from the layer's input), "ladder" (a constant rate per head), None (the paper's operator)
-layer_types     one of "linear_attention" and "full_attention" (softmax) per layer; None means every layer is linear
-positions       "learned" (an embedding added to the input), "rope" (for mixers that admit it) or None; the decoder has None by
-                default, the encoder and the encoder-decoder have "learned", as BERT and BART do
-mixer           what mixes tokens in the linear layers: "cosformer", or any other name of cosformer.mixers, for comparisons.
-                Others take no horizon and no decay, and keep no cache: they generate by reading the whole text at every step
-mixer_options   options of that other mixer
-pooling         encoder only: a text's vector is that of its first token ("cls"), the mean of all ("mean"), or that mean with
-                batch normalisation ("normed-mean"), for long texts: the means of thousands of tokens are nearly the same for
-                every text, and without it a new model's head takes thousands of steps to tell them apart
+mixer           what mixes tokens: a name of cosformer.mixers for all layers, or one for each, as
+                "cosformer*3, softmax+rope" or "cosformer-hybrid". `layer_mixers` has the name of each layer,
+                `layer_types` transformers' word for it
+layer_types     given beside a mixer of one name: softmax where it says full_attention, a window where it
+                says sliding_attention
+full_attention_interval   shorthand for that: every so manieth layer, and the last, is softmax
+mixer_options   options of the mixers, each given to those that have it
+horizon         the distance at which a key stops mattering, for the mixers that have one; None means
+                max_position_embeddings. No two tokens may lie further apart, so a longer text is an error;
+                math.inf drops the cosine, and the length is then unlimited, unless positions are learned:
+                those end at max_position_embeddings
+positions       "learned" (an embedding added to the input), "none", or None for what the mixers want
+short_conv      the width of a convolution of q, k and v; None for what the mixer wants, 0 for none
+qk_norm         RMS norms of q and k; None for what the mixer wants
+output_gate     a layer's output times a sigmoid of its input
+encoder_mixer   encoder-decoder only: as `mixer`, for the encoder; None means the same
+cross_mixer     encoder-decoder only: what reads the source; None means "relu" (no cosine) beside cosformer,
+                else the decoder's mixer itself
+dropout         decoder and encoder: on the embeddings and on what each block adds
+loss            decoder and encoder: what training minimises, "softmax" or "one-vs-each" over `loss_samples`
+                classes drawn for each batch (loss.py); evaluation is always the softmax
+pooling         encoder only: how a text becomes one vector (pooling.py)
 """
 
-from typing import Any
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from transformers import BartConfig, BertConfig, LlamaConfig
+import torch
+from transformers import BartConfig, LlamaConfig
 
 from .. import mixers
+from .loss import LOSSES
+from .pooling import POOLINGS
 
-DECAYS = ("gated", "ladder", None)
-LAYER_TYPES = ("linear_attention", "full_attention")
-POSITIONS = ("learned", "rope", None)
-POOLINGS = ("cls", "mean", "normed-mean")
+FORMAT = 2  # of a saved model: its fields and the names of its weights
+POSITIONS = ("learned", "none", None)
+BY_TYPE = {
+    "full_attention": "softmax",
+    "sliding_attention": "local",
+}  # the mixer of a layer named by its type
 
 
-class CosformerConfig(LlamaConfig):
+@dataclass(kw_only=True)
+class CosformerFields:
+    """What the three configurations share: our fields, their checks, and what follows from them."""
+
+    causal_layers: ClassVar[bool]  # whether the layers of `mixer` see only what is before them
+
+    cosformer_format: int = FORMAT
+    mixer: str = "cosformer"
+    mixer_options: dict | None = None
+    layer_types: Any = None  # list[str] as soon as it is made, and so is ...
+    layer_mixers: Any = None
+    full_attention_interval: int | None = None
+    horizon: int | float | None = None
+    positions: str | None = None
+    short_conv: int | None = None
+    qk_norm: bool | None = None
+    output_gate: bool = False
+
+    if TYPE_CHECKING:  # fields of every architecture
+        hidden_size: int
+        max_position_embeddings: int
+        use_cache: bool
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        found = config_dict.get("cosformer_format", 1)
+        if found != FORMAT:
+            raise ValueError(
+                f"this model was saved in format {found} of cosformer, and this version reads format "
+                f"{FORMAT}: load it with the version that saved it, or train it again"
+            )
+        return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
+
+    def settle(self, *, layers: int, heads: int, dropout: str, beside: Iterable[str] = ()) -> None:
+        """Check the fields, and fill in those that follow from others; `beside` are mixers not in `mixer`."""
+        self._fold_types(layers)
+        names = mixers.layers(self.mixer, layers)
+        self._check_options({key for name in (*names, *beside) for key in mixers.options(name)})
+        if self.positions not in POSITIONS:
+            raise ValueError(f"positions is {self.positions!r}; one of {', '.join(map(repr, POSITIONS))}")
+        if getattr(self, dropout):
+            raise ValueError(
+                f"{dropout} is {getattr(self, dropout)}; there are no attention weights to drop here"
+            )
+        size = getattr(self, "head_dim", None) or self.hidden_size // heads
+        with torch.device("meta"):
+            made = {name: self.mixer_of(name, heads=heads, size=size) for name in names}
+        for mixer in made.values():
+            mixer.refuse(causal=self.causal_layers)
+        self.layer_mixers = names
+        self.layer_types = [made[name].layer_type for name in names]
+        if self.positions is None:
+            everyone = made.values()
+            if self.causal_layers:  # a decoder learns positions only where no layer knows where it is ...
+                learned = all(mixer.learned_positions for mixer in everyone)
+            else:  # ... an encoder, as BERT, unless a mixer turns q and k
+                learned = all(mixer.positions is None for mixer in everyone)
+            self.positions = "learned" if learned else "none"
+        if not all(mixer.streaming is True for mixer in made.values()):
+            self.use_cache = False
+
+    def mixer_of(self, name: str, *, heads: int, size: int) -> mixers.Mixer:
+        """The mixer called `name` with the options of this configuration that it has."""
+        accepted = mixers.options(name)
+        given = {key: value for key, value in (self.mixer_options or {}).items() if key in accepted}
+        if self.horizon is not None and "horizon" in accepted:
+            given.setdefault("horizon", self.horizon)
+        sizes = {"head_dim": size, "max_length": self.max_position_embeddings, "width": self.hidden_size}
+        return mixers.build(name, heads=heads, **sizes, **given)
+
+    def _check_options(self, accepted: set[str]) -> None:
+        """Whether some mixer takes what is given to them."""
+        if unknown := [key for key in self.mixer_options or {} if key not in accepted]:
+            known = ", ".join(sorted(accepted)) or "none"
+            raise ValueError(f"mixer_options has {unknown[0]!r}; mixer {self.mixer!r} accepts {known}")
+        if self.horizon is not None and not self.horizon > 0:
+            raise ValueError(
+                f"horizon is {self.horizon}; it must be greater than 0, or None for max_position_embeddings"
+            )
+        if self.horizon is not None and "horizon" not in accepted:
+            raise ValueError(f"horizon is {self.horizon}, but mixer {self.mixer!r} has none")
+
+    def _fold_types(self, layers: int) -> None:
+        """`layer_types` or `full_attention_interval`, where they say more than `mixer`, become part of it."""
+        names, kinds = mixers.layers(self.mixer, layers), self.layer_types
+        one, every = len(set(names)) == 1, self.full_attention_interval
+        if every is not None:
+            if not isinstance(every, int) or every < 1:
+                raise ValueError(
+                    f"full_attention_interval must be an int of at least 1, or None; got {every!r}"
+                )
+            full = [(i + 1) % every == 0 or i == layers - 1 for i in range(layers)]
+            if one:
+                names = ["softmax" if f else name for f, name in zip(full, names)]
+                self.mixer = ", ".join(names)
+            if [mixers.layer_type(name) == "full_attention" for name in names] != full:
+                raise ValueError(
+                    f"full_attention_interval is {every}, but mixer {self.mixer!r} has softmax in other "
+                    "layers; give one of them"
+                )
+        elif kinds is not None and one and set(kinds) != {mixers.layer_type(names[0])}:
+            if len(kinds) != layers:
+                raise ValueError(f"layer_types must name each of the {layers} layers; got {kinds}")
+            known = BY_TYPE | {"linear_attention": self.mixer}
+            if unknown := [kind for kind in kinds if kind not in known]:
+                raise ValueError(f"layer_types has {unknown[0]!r}; one of {', '.join(map(repr, known))}")
+            self.mixer = ", ".join(known[kind] for kind in kinds)
+
+
+@dataclass(kw_only=True)
+class StackFields(CosformerFields):
+    """What decoder and encoder, stacks of the same blocks, have besides."""
+
+    dropout: float = 0.0
+    loss: str = "softmax"
+    loss_samples: int = 256
+
+    if TYPE_CHECKING:
+        num_hidden_layers: int
+        num_attention_heads: int
+
+    def __post_init__(self, **kwargs):
+        layers, heads = self.num_hidden_layers, self.num_attention_heads
+        self.settle(layers=layers, heads=heads, dropout="attention_dropout")
+        if self.loss not in LOSSES or self.loss_samples < 1:
+            raise ValueError(
+                f"loss is {self.loss!r} over {self.loss_samples} samples; one of "
+                f"{', '.join(map(repr, LOSSES))}, "
+                "over 1 sample or more"
+            )
+        super().__post_init__(**kwargs)  # type: ignore[misc]
+
+
+class CosformerConfig(StackFields, LlamaConfig):
     """A decoder with Llama's blocks."""
 
     model_type = "cosformer"
-    base_model_tp_plan = None  # Llama's would split the heads but not their gates
-
-    horizon: int | float | None = None
-    decay: str | None = "gated"
-    layer_types: Any = None  # list[str] as soon as it is made
-    positions: str | None = None
-    mixer: str = "cosformer"
-    mixer_options: dict | None = None
-
-    def __post_init__(self, **kwargs):
-        self.layer_types = check_layer_types("layer_types", self.layer_types, self.num_hidden_layers)
-        super().__post_init__(**kwargs)
-        check_fields(self, dropout=self.attention_dropout, dropout_name="attention_dropout")
+    base_model_tp_plan = None  # Llama's would split the heads but not what reads the layer's input for them
+    causal_layers = True
 
 
-class CosformerEncoderConfig(BertConfig):
-    """An encoder with BERT's blocks."""
+class CosformerEncoderConfig(StackFields, LlamaConfig):
+    """An encoder with the same blocks, whose layers see the whole text."""
 
     model_type = "cosformer_encoder"
+    base_model_tp_plan = None
+    causal_layers = False
 
-    attention_probs_dropout_prob: float | int = 0.0
-    horizon: int | float | None = None
-    decay: str | None = "gated"
-    layer_types: Any = None  # list[str] as soon as it is made
-    positions: str | None = "learned"
-    mixer: str = "cosformer"
-    mixer_options: dict | None = None
-    pooling: str = "cls"
+    use_cache: bool = False
+    tie_word_embeddings: bool = True
+    pooling: str = "max"
 
     def __post_init__(self, **kwargs):
-        self.layer_types = check_layer_types("layer_types", self.layer_types, self.num_hidden_layers)
         super().__post_init__(**kwargs)
-        check_fields(
-            self, dropout=self.attention_probs_dropout_prob, dropout_name="attention_probs_dropout_prob"
-        )
         if self.pooling not in POOLINGS:
             raise ValueError(f"pooling is {self.pooling!r}; one of {', '.join(map(repr, POOLINGS))}")
-        if self.is_decoder:
-            raise ValueError("is_decoder=True: this is the encoder; CosformerConfig is the decoder")
 
 
-class CosformerSeq2SeqConfig(BartConfig):
-    """An encoder-decoder with BART's blocks. `layer_types` is the decoder's, `encoder_layer_types` the encoder's."""
+class CosformerSeq2SeqConfig(CosformerFields, BartConfig):
+    """An encoder-decoder with BART's blocks; `mixer` and what is about layers is the decoder's."""
 
     model_type = "cosformer_seq2seq"
+    causal_layers = True
 
-    horizon: int | float | None = None
-    decay: str | None = "gated"
-    layer_types: Any = None  # list[str] as soon as it is made
     positions: str | None = "learned"
-    mixer: str = "cosformer"
-    mixer_options: dict | None = None
-    encoder_layer_types: Any = None
+    encoder_mixer: str | None = None
+    encoder_layer_mixers: Any = None
+    cross_mixer: str | None = None
 
     def __post_init__(self, **kwargs):
-        self.layer_types = check_layer_types("layer_types", self.layer_types, self.decoder_layers)
-        self.encoder_layer_types = check_layer_types(
-            "encoder_layer_types", self.encoder_layer_types, self.encoder_layers
-        )
+        if self.encoder_mixer is None:
+            self.encoder_mixer = self.mixer  # as it was given: below it is unfolded to the decoder's layers
+        self.encoder_layer_mixers = mixers.layers(self.encoder_mixer, self.encoder_layers)
+        beside = [*self.encoder_layer_mixers, *filter(None, [self.cross_mixer])]
+        heads = self.decoder_attention_heads
+        self.settle(layers=self.decoder_layers, heads=heads, dropout="attention_dropout", beside=beside)
         super().__post_init__(**kwargs)
-        check_fields(self, dropout=self.attention_dropout, dropout_name="attention_dropout")
         if self.positions != "learned":
             raise ValueError(
                 f'positions is {self.positions!r}; the encoder-decoder has only "learned", as BART does'
             )
 
+    def cross_mixer_of(self, name: str) -> str:
+        """What reads the source beside a decoder layer with the mixer `name`."""
+        if self.cross_mixer is not None:
+            return self.cross_mixer
+        return "relu" if name.startswith("cosformer") else name.partition("+")[0]
+
     def validate_layer_type(self):
-        """transformers would compare the decoder's `layer_types` with the number of encoder layers; checked above."""
-
-
-def check_layer_types(name: str, given: list[str] | None, layers: int) -> list[str]:
-    if given is None:
-        return ["linear_attention"] * layers
-    if len(given) != layers or not set(given) <= set(LAYER_TYPES):
-        raise ValueError(
-            f"{name} must have one of {LAYER_TYPES} for each of the {layers} layers; got {given}"
-        )
-    return list(given)
-
-
-def check_fields(config, *, dropout: float, dropout_name: str) -> None:
-    if config.decay not in DECAYS:
-        raise ValueError(f"decay is {config.decay!r}; one of {', '.join(map(repr, DECAYS))}")
-    if config.horizon is not None and not config.horizon > 0:
-        raise ValueError(
-            f"horizon is {config.horizon}; it must be greater than 0, or None for max_position_embeddings"
-        )
-    if config.positions not in POSITIONS:
-        raise ValueError(f"positions is {config.positions!r}; one of {', '.join(map(repr, POSITIONS))}")
-    if config.mixer == "cosformer":
-        if config.positions == "rope":
-            raise ValueError(
-                'positions="rope": the re-weighting of mixer "cosformer" is its position encoding'
-            )
-        if config.mixer_options:
-            raise ValueError(
-                f'mixer_options is {config.mixer_options}; mixer "cosformer" has the fields horizon and decay instead'
-            )
-    else:
-        check_other_mixer(config)
-    if dropout and "linear_attention" in config.layer_types:
-        raise ValueError(
-            f"{dropout_name} is {dropout}; linear layers have no attention weights to drop, so it must be 0"
-        )
-
-
-def check_other_mixer(config) -> None:
-    if config.mixer not in mixers.names():
-        raise ValueError(f"mixer is {config.mixer!r}; one of {', '.join(mixers.names())}")
-    accepted = mixers.options(config.mixer)
-    if unknown := [name for name in config.mixer_options or {} if name not in accepted]:
-        raise ValueError(
-            f"mixer_options has {unknown[0]!r}; mixer {config.mixer!r} accepts {', '.join(accepted) or 'none'}"
-        )
-    if config.horizon is not None or config.decay not in (
-        "gated",
-        None,
-    ):  # "gated" is the default, not a wish
-        raise ValueError(
-            f"horizon={config.horizon} and decay={config.decay!r} are cosformer's; mixer is {config.mixer!r}"
-        )
-    config.decay = None
-    config.use_cache = False
+        """transformers would compare the decoder's `layer_types` with the encoder's layers; checked above."""

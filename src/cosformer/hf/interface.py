@@ -1,18 +1,20 @@
 """attn_implementation="cosformer": cosFormer attention in the architectures transformers already has.
 
-transformers asks for two functions under one name: the attention itself, and the mask it wants to be given. Both are needed:
-without the second a padded batch arrives with no mask at all. What this operator cannot honour is refused, never ignored.
+transformers asks for two functions under one name: the attention itself, and the mask it wants to be given.
+Both are needed: without the second a padded batch arrives with no mask at all. What this operator cannot
+honour is refused, never ignored.
 
 Options stand in `config.cosformer`, a plain dict that is saved with the config:
 
     horizon   the distance at which a key stops mattering; the architecture's maximum positions if absent
     decay     None (the paper's operator), "ladder", or a list of rates, one per head
 
-Cross attention takes no cosine and no decay: its queries and keys stand on different axes, and transformers does not tell an
-attention function which target position a cached query has.
+Cross attention takes no cosine and no decay: its queries and keys stand on different axes, and transformers
+does not tell an attention function which target position a cached query has.
 """
 
 import math
+from functools import lru_cache
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +22,9 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.utils import logging
 
-from ..decay import ladder
+from ..decay import Decay, DecaySpec, span_of
 from ..ops import linear_attention
+from ..ops.checks import horizon_list
 
 OPTIONS = ("horizon", "decay")
 REFUSED = {  # keyword: what it asks for
@@ -46,7 +49,9 @@ def attention(
     is_causal: bool | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: q (B, H, L, D), k, v (B, Hk, S, .), key mask (B, S) -> (B, L, H, E) and no weights."""
+    """transformers' attention function: q (B, H, L, D), k, v (B, Hk, S, .), key mask (B, S) -> (B, L, H, E)
+    and no weights.
+    """
     refuse(module, kwargs)
     if dropout:
         logger.warning_once(
@@ -87,8 +92,8 @@ def mask(
 ) -> Tensor | None:
     """transformers' mask function: the padding mask (B, S), True = keep, or None where nothing is padded."""
     if mask_function not in (causal_mask_function, bidirectional_mask_function):
-        # Another pattern. Some architectures make masks that no layer uses, so this one is refused where a layer does: its
-        # shape says what it is, and it holds one element.
+        # Another pattern. Some architectures make masks that no layer uses, so this one is refused where a
+        # layer does: its shape says what it is, and it holds one element.
         return torch.empty((), dtype=torch.bool, device=kwargs.get("device")).expand(
             batch_size, 1, q_length, kv_length
         )
@@ -96,7 +101,8 @@ def mask(
         mask_function is causal_mask_function and q_offset + q_length != kv_length
     ):
         raise ValueError(
-            "cosformer attention needs a dynamic cache, whose last key is the last query's; this one is preallocated"
+            "cosformer attention needs a dynamic cache, whose last key is the last query's; this one "
+            "is preallocated"
         )
     if attention_mask is None:
         return None
@@ -108,9 +114,11 @@ def mask(
 
 
 def padding(attention_mask: Tensor) -> Tensor | None:
-    """A 0/1 or bool mask as bool, or None if it keeps everything (not asked while compiling: a graph has no values)."""
+    """A 0/1 or bool mask as bool, or None if it keeps everything; not asked of a graph, which has no values,
+    nor of a device, where looking would be waiting."""
     keep = attention_mask.to(torch.bool)
-    return None if not torch.compiler.is_compiling() and bool(keep.all()) else keep
+    looks = keep.is_cpu and not torch.compiler.is_compiling()
+    return None if looks and bool(keep.all()) else keep
 
 
 def key_mask(attention_mask: Tensor | None, key: Tensor) -> Tensor | None:
@@ -118,8 +126,10 @@ def key_mask(attention_mask: Tensor | None, key: Tensor) -> Tensor | None:
         return None
     if attention_mask.ndim != 2:
         raise ValueError(
-            f"attention_mask must be a padding mask (batch, keys) = {(key.shape[0], key.shape[2])} with cosformer attention; "
-            f"got shape {tuple(attention_mask.shape)}, another pattern (made by hand, a window, chunks, packed sequences)"
+            f"attention_mask must be a padding mask (batch, keys) = {(key.shape[0], key.shape[2])} "
+            "with cosformer attention; "
+            f"got shape {tuple(attention_mask.shape)}, another pattern (made by hand, a window, "
+            "chunks, packed sequences)"
         )
     return attention_mask.to(torch.bool)
 
@@ -138,7 +148,9 @@ def refuse(module: nn.Module, kwargs: dict) -> None:
 
 
 def is_causal_attention(module: nn.Module, given: bool | None) -> bool:
-    """Whether a query sees only the keys before it: as the call says, or the module, unless the config turns it off."""
+    """Whether a query sees only the keys before it: as the call says, or the module, unless the config turns
+    it off.
+    """
     causal = getattr(module, "is_causal", True) if given is None else given
     return causal and getattr(module.config, "is_causal", True) is not False
 
@@ -154,31 +166,45 @@ def self_options(config, *, heads: int, device: torch.device) -> dict:
     given = getattr(config, "cosformer", None) or {}
     if unknown := set(given) - set(OPTIONS):
         raise ValueError(f"config.cosformer has unknown {sorted(unknown)}; it may have {', '.join(OPTIONS)}")
-    decay = given.get("decay")
-    if decay == "ladder":
-        decay = ladder(heads, max_positions(config), device=device)
-    elif isinstance(decay, str):
+    decay, horizon = given.get("decay"), given.get("horizon")
+    if decay == "gated":
         raise ValueError(
-            f'config.cosformer["decay"] is {decay!r}; accepted are None, "ladder" or a list of {heads} rates '
+            'config.cosformer["decay"] is "gated"; accepted are None, "ladder" or rates '
             "(a gate has parameters, so it lives in the Cosformer model types)"
         )
-    elif decay is not None:
-        decay = torch.tensor(decay, dtype=torch.float32, device=device)
-    horizon = given.get("horizon")
-    return {"horizon": max_positions(config) if horizon is None else horizon, "decay": decay}
+    horizon = max_positions(config) if horizon is None else horizon
+    if decay is None:
+        return {"horizon": horizon, "decay": None}
+    spec = tuple(decay) if isinstance(decay, list) else decay
+    span = span_of(horizon_list(horizon, heads), otherwise=math.inf)
+    if span == math.inf and decay == "ladder":  # without a cosine the positions say how far
+        span = max_positions(config)
+    return {"horizon": horizon, "decay": _rates(spec, heads, span, device)}
+
+
+@lru_cache  # made once, not at every call
+@torch.inference_mode(False)
+def _rates(spec: DecaySpec, heads: int, span: float, device: torch.device) -> Tensor | None:
+    return Decay(spec, heads=heads, span=span, width=1, device=device).rates()
 
 
 def check_reach(tokens: int, horizon, *, causal: bool) -> None:
-    """Stop where the operator would, but say where a model's horizon is set; what is no horizon at all is left to the operator."""
+    """Stop where the operator would, but say where a model's horizon is set; what is no horizon at all is
+    left to the operator.
+    """
     if isinstance(horizon, int | float) and horizon > 0 and not reaches(tokens, horizon, causal=causal):
         raise ValueError(
-            f"{tokens} tokens reach past the horizon of {horizon:g}; use shorter texts, or set a larger horizon: "
-            f"config.cosformer = {{'horizon': {tokens}}} (math.inf drops the cosine; by default, the maximum positions)"
+            f"{tokens} tokens reach past the horizon of {horizon:g}; use shorter texts, or set a "
+            "larger horizon: "
+            f"config.cosformer = {{'horizon': {tokens}}} (math.inf drops the cosine; by default, the "
+            "maximum positions)"
         )
 
 
 def reaches(tokens: int, horizon: float, *, causal: bool) -> bool:
-    """Whether a text's first and last token are near enough; a key exactly at the horizon may only stand behind its query."""
+    """Whether a text's first and last token are near enough; a key exactly at the horizon may only stand
+    behind its query.
+    """
     return tokens - 1 <= horizon if causal else tokens - 1 < horizon
 
 
@@ -192,10 +218,12 @@ def max_positions(config) -> int:
             math.prod(image // patch for image, patch in zip(*sizes, strict=True)) + 1
         )  # patches and the class token
     raise ValueError(
-        f"{type(config).__name__} does not say how many positions it has; set it: config.cosformer = {{'horizon': ...}}"
+        f"{type(config).__name__} does not say how many positions it has; set it: config.cosformer = "
+        f"{{'horizon': ...}}"
     )
 
 
-def register() -> None:
+def enter() -> None:
+    """Make both functions known to transformers."""
     AttentionInterface.register("cosformer", attention)
     AttentionMaskInterface.register("cosformer", mask)

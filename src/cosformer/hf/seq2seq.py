@@ -1,6 +1,4 @@
-"""The encoder-decoder: BART's architecture with linear layers; cross attention reads a state that is built once."""
-
-import math
+"""The encoder-decoder: BART's architecture, with mixers; the source is absorbed once."""
 
 from torch import Tensor
 from transformers.cache_utils import EncoderDecoderCache
@@ -12,78 +10,66 @@ from transformers.models.bart.modeling_bart import (
     BartModel,
 )
 
-from ..ops import linear_attention
 from .cache import encoder_decoder_cache
 from .configuration import CosformerSeq2SeqConfig
 from .interface import padding
-from .mixing import (
+from .pretrained import (
     CosformerPreTrained,
+    attend,
     check_cache,
     check_learned_positions,
     check_padding_mask,
+    interior,
     refuse_weights,
-    registry_mixer,
-    self_mixing,
 )
 
 
 class CosformerSeq2SeqAttention(BartAttention):
-    """BART's projections around cosFormer self-attention, causal in the decoder."""
+    """BART's projections around a mixer of one sequence, causal in the decoder."""
 
-    def __init__(self, config: CosformerSeq2SeqConfig, layer_idx: int, *, causal: bool):
+    def __init__(self, config: CosformerSeq2SeqConfig, layer_idx: int, name: str, *, causal: bool):
         heads = config.decoder_attention_heads if causal else config.encoder_attention_heads
-        super().__init__(
-            config.d_model, heads, is_decoder=causal, is_causal=causal, config=config, layer_idx=layer_idx
-        )
-        self.mixing = self_mixing(config, heads=heads, causal=causal)
+        kind = {"is_decoder": causal, "is_causal": causal, "config": config, "layer_idx": layer_idx}
+        super().__init__(config.d_model, heads, **kind)
+        sizes = {"heads": heads, "kv_heads": heads, "size": self.head_dim}
+        self.interior = interior(config, name, causal=causal, **sizes)
 
     def forward(self, hidden_states, past_key_values=None, key_mask=None, **kwargs) -> tuple[Tensor, None]:
-        q, k, v = (split_heads(self, proj(hidden_states)) for proj in (self.q_proj, self.k_proj, self.v_proj))
+        x = hidden_states
+        parts = (x, self.q_proj(x), self.k_proj(x), self.v_proj(x))
         cache = None if past_key_values is None else own_tokens(past_key_values).layers[self.layer_idx]
-        return self.out_proj(self.mixing(hidden_states, q, k, v, key_mask=key_mask, cache=cache)), None
+        out = attend(self.interior, *parts, causal=self.is_causal, key_mask=key_mask, cache=cache)
+        return self.out_proj(out), None
 
 
 class CosformerCrossAttention(BartAttention):
-    """BART's projections around linear cross attention: no cosine and no decay, which measure distances on one axis.
+    """BART's projections around a mixer that reads the source, whose queries stand at their own positions."""
 
-    Another mixer is used where the config names one.
-    """
+    def __init__(self, config: CosformerSeq2SeqConfig, layer_idx: int, name: str):
+        heads = config.decoder_attention_heads
+        super().__init__(config.d_model, heads, is_decoder=True, config=config, layer_idx=layer_idx)
+        self.mixer = config.mixer_of(name, heads=heads, size=self.head_dim)
+        self.mixer.refuse(cross=True)
 
-    def __init__(self, config: CosformerSeq2SeqConfig, layer_idx: int):
-        super().__init__(
-            config.d_model,
-            config.decoder_attention_heads,
-            is_decoder=True,
-            config=config,
-            layer_idx=layer_idx,
-        )
-        self.mixer = None
-        if config.mixer != "cosformer":
-            self.mixer = registry_mixer(config, heads=config.decoder_attention_heads)
-            self.mixer.refuse(cross=True)
-
-    def forward(self, hidden_states, key_value_states=None, past_key_values=None, cross_mask=None, **kwargs):
-        q = split_heads(self, self.q_proj(hidden_states))
-        cache = (
-            None if past_key_values is None else past_key_values.cross_attention_cache.layers[self.layer_idx]
-        )
-        if cache is None or cache.state is None:
-            k, v = (split_heads(self, proj(key_value_states)) for proj in (self.k_proj, self.v_proj))
-            key_mask = None if cross_mask is None else padding(cross_mask)
-        if self.mixer is not None:
-            if cache is not None:
-                raise ValueError(
-                    f"mixer {self.mixer.name!r} keeps no cache in this model; call it with use_cache=False"
-                )
-            out = self.mixer(q, k, v, key_mask=key_mask)
-        elif cache is None:
-            out = linear_attention(q, k, v, horizon=math.inf, relu=True, key_mask=key_mask)
+    def forward(
+        self, hidden_states, key_value_states=None, past_key_values=None, source_mask=None, **kwargs
+    ) -> tuple[Tensor, None]:
+        q = self.split(self.q_proj(hidden_states))
+        if past_key_values is None:
+            k, v = self.split(self.k_proj(key_value_states)), self.split(self.v_proj(key_value_states))
+            out = self.mixer.read(q, self.mixer.absorb(k, v, key_mask=kept(source_mask)))
         else:
-            if cache.state is None:
-                cache.absorb(k, v, key_mask=key_mask)
+            source = past_key_values.cross_attention_cache.layers[self.layer_idx]
+            if source.kept is None:
+                k, v = self.split(self.k_proj(key_value_states)), self.split(self.v_proj(key_value_states))
+                source.absorb(self.mixer, k, v, key_mask=kept(source_mask))
                 past_key_values.is_updated[self.layer_idx] = True
-            out = cache.read(q)
+            seen = own_tokens(past_key_values).get_seq_length(self.layer_idx)  # these tokens are among them
+            out = self.mixer.read(q, source.kept, offset=seen - q.shape[2])
         return self.out_proj(out.transpose(1, 2).flatten(2)), None
+
+    def split(self, x: Tensor) -> Tensor:
+        return x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
 
 
 class CosformerSeq2SeqEncoder(CosformerPreTrained, BartEncoder):
@@ -91,21 +77,16 @@ class CosformerSeq2SeqEncoder(CosformerPreTrained, BartEncoder):
 
     def __init__(self, config: CosformerSeq2SeqConfig):
         super().__init__(config)
-        for i, kind in enumerate(config.encoder_layer_types):
-            if kind == "linear_attention":
-                self.layers[i].self_attn = CosformerSeq2SeqAttention(config, i, causal=False)
+        for i, name in enumerate(config.encoder_layer_mixers):
+            self.layers[i].self_attn = CosformerSeq2SeqAttention(config, i, name, causal=False)
         self.post_init()
 
     def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, **kwargs):
         refuse_weights(self.config, kwargs)
         check_padding_mask("attention_mask", attention_mask)
         check_length(self.config, {"input_ids": input_ids, "inputs_embeds": inputs_embeds})
-        kwargs["key_mask"] = attention_mask
-        if "full_attention" not in self.config.encoder_layer_types:
-            attention_mask = None  # only softmax layers read it
-        return super().forward(
-            input_ids, attention_mask=attention_mask, inputs_embeds=inputs_embeds, **kwargs
-        )
+        # Masks go by names of our own: where BART's are traced they become L x L.
+        return super().forward(input_ids, inputs_embeds=inputs_embeds, key_mask=attention_mask, **kwargs)
 
 
 class CosformerSeq2SeqDecoder(CosformerPreTrained, BartDecoder):
@@ -113,10 +94,9 @@ class CosformerSeq2SeqDecoder(CosformerPreTrained, BartDecoder):
 
     def __init__(self, config: CosformerSeq2SeqConfig):
         super().__init__(config)
-        for i, kind in enumerate(config.layer_types):
-            if kind == "linear_attention":
-                self.layers[i].self_attn = CosformerSeq2SeqAttention(config, i, causal=True)
-                self.layers[i].encoder_attn = CosformerCrossAttention(config, i)
+        for i, name in enumerate(config.layer_mixers):
+            self.layers[i].self_attn = CosformerSeq2SeqAttention(config, i, name, causal=True)
+            self.layers[i].encoder_attn = CosformerCrossAttention(config, i, config.cross_mixer_of(name))
         self.post_init()
 
     def forward(
@@ -136,7 +116,7 @@ class CosformerSeq2SeqDecoder(CosformerPreTrained, BartDecoder):
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if use_cache and past_key_values is None:
-            past_key_values = encoder_decoder_cache(self.config.layer_types)
+            past_key_values = encoder_decoder_cache(len(self.config.layer_mixers))
         if past_key_values is not None:
             check_cache(own_tokens(past_key_values))
         given = {"decoder_input_ids": input_ids, "decoder_inputs_embeds": inputs_embeds}
@@ -145,17 +125,14 @@ class CosformerSeq2SeqDecoder(CosformerPreTrained, BartDecoder):
             given,
             cached=0 if past_key_values is None else own_tokens(past_key_values).get_seq_length(),
         )
-        kwargs |= {"key_mask": attention_mask, "cross_mask": encoder_attention_mask}
-        if "full_attention" not in self.config.layer_types:
-            attention_mask = encoder_attention_mask = None  # only softmax layers read them
         return super().forward(
             input_ids,
-            attention_mask=attention_mask,
             encoder_hidden_states=encoder_hidden_states,
-            encoder_attention_mask=encoder_attention_mask,
             past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
+            key_mask=attention_mask,
+            source_mask=encoder_attention_mask,
             **kwargs,
         )
 
@@ -182,11 +159,11 @@ class CosformerForConditionalGeneration(CosformerPreTrained, BartForConditionalG
         self.post_init()
 
     def new_cache(self) -> EncoderDecoderCache:
-        return encoder_decoder_cache(self.config.layer_types)
+        return encoder_decoder_cache(len(self.config.layer_mixers))
 
 
-def split_heads(attention: BartAttention, x: Tensor) -> Tensor:
-    return x.unflatten(-1, (-1, attention.head_dim)).transpose(1, 2)
+def kept(attention_mask: Tensor | None) -> Tensor | None:
+    return None if attention_mask is None else padding(attention_mask)
 
 
 def check_length(config: CosformerSeq2SeqConfig, given: dict[str, Tensor | None], *, cached: int = 0) -> None:

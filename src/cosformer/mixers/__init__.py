@@ -1,142 +1,69 @@
-"""Mixers: every attention mechanism behind one contract (`Mixer`) and one registry (`names`, `build`, `register`).
+"""Mixers: every attention mechanism behind one contract and one registry (`names`, `build`, `register`).
 
-    out = mixer(q, k, v, causal=..., key_mask=...)      q (B, H, L, D)   k (B, Hk, S, D)   v (B, Hk, S, E)   out (B, H, L, E)
+A mechanism is one class in one file of this folder: it is discovered, held to the contract by
+tests/test_mixers.py and used by name in modules, models, training and benches, with no other edit
+(docs/adding-a-mechanism.md adds one).
 
-A mechanism is one class in one file of this folder: it is discovered, held to the contract by tests/test_mixers.py and
-measured by name, with no other edit (docs/adding-a-mechanism.md adds one).
+    NAME                              softmax, elu, performer ...; `names()` has all of them
+    NAME+rope                         with positions on q and k: rope, sine_spe or conv_spe, where the mixer
+                                      admits them
+    cosformer*3, softmax+rope         a mixer for each layer of a model: the pattern is repeated to the number
+                                      of layers
+    cosformer-hybrid                  cosformer, but every fourth layer and the last are softmax; also
+                                      cosformer-hybrid+rope
 """
 
 import importlib
 import inspect
 import pkgutil
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..ops.checks import check_tensors
+from .contract import Admission, Mixer, Sizes
+from .positions import companion
 
-Admission = bool | str  # True, or the reason why not
+HYBRID = "cosformer-hybrid"
+INTERVAL = 4  # of a hybrid: one softmax layer in so many
 
-__all__ = ["Mixer", "build", "names", "options", "register", "weights"]
-
-
-class Mixer(nn.Module):
-    """A mechanism that mixes values along the sequence. A subclass writes `mix`, and `step` if it can stream.
-
-    What a mechanism can do is declared, and an ask outside it raises ValueError with the declared reason. A class that decides
-    by its options sets the attribute on the instance.
-    """
-
-    name: ClassVar[str]  # given by @register
-    bidirectional: Admission = True  # every query may see every key
-    causal: Admission = True  # query i, at position i, sees keys j <= i
-    cross: Admission = (
-        True  # keys of another sequence than the queries, of any length unless the class says otherwise
-    )
-    streaming: Admission = "it keeps no decode state"
-    rope: Admission = True  # rotary positions on q and k
-    spe: Admission = True  # stochastic positional encoding of q and k
-    unread: tuple[str, ...] = ()  # those of q and k that have no influence
-    grouped: bool = (
-        False  # mix() takes fewer key heads than query heads as they are; otherwise they are repeated for it
-    )
-
-    def __init__(self, heads: int, head_dim: int, max_length: int):
-        super().__init__()
-        for name, value in (("heads", heads), ("head_dim", head_dim), ("max_length", max_length)):
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name} must be an int of at least 1; got {value!r}")
-        self.heads, self.head_dim, self.max_length = heads, head_dim, max_length
-        self.positions: nn.Module | None = None  # a companion of positions.py, set by build
-
-    def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
-    ) -> Tensor:
-        """Attend: q (B, H, L, D), k (B, Hk, S, D), v (B, Hk, S, E) -> (B, H, L, E) in q's dtype.
-
-        Query i stands at position i and key j at position j. key_mask is (B, S) bool, True = keep; a masked key has no
-        influence, whatever it holds. H must be a multiple of Hk (grouped heads).
-        """
-        self._check(q, k, v, key_mask)
-        self.refuse(causal=causal, cross=q.shape[2] != k.shape[2])
-        q, k, v = self._prepare(q, k, v, key_mask, offset=0)
-        return self.mix(q, k, v, causal=causal, key_mask=key_mask)
-
-    def stream(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Any = None, *, key_mask: Tensor | None = None
-    ) -> tuple[Tensor, Any]:
-        """Causal attention over the next tokens of a stream; returns their output and the state to pass with those after them.
-
-        However a stream is cut, its output is that of one causal call over the whole.
-        """
-        self._admit("streaming", "a stream")
-        self._check(q, k, v, key_mask)
-        if q.shape[2] != k.shape[2]:
-            raise ValueError(
-                f"q has length {q.shape[2]} and k has {k.shape[2]}; a stream takes as many queries as keys"
-            )
-        q, k, v = self._prepare(q, k, v, key_mask, offset=0 if state is None else state.position)
-        return self.step(q, k, v, state, key_mask=key_mask)
-
-    def state_size(self) -> int | None:
-        """The numbers a decoder keeps for a batch row after `max_length` tokens (E = D); None without a stream."""
-        return None
-
-    def mix(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None) -> Tensor:
-        """What `forward` returns, after its checks: masked keys and values are zero, key heads repeated unless `grouped`."""
-        raise NotImplementedError(f"{type(self).__name__} must define mix")
-
-    def step(
-        self, q: Tensor, k: Tensor, v: Tensor, state: Any, *, key_mask: Tensor | None
-    ) -> tuple[Tensor, Any]:
-        """What `stream` returns, after the same checks. A state has `position`, the tokens it has seen, and `index_select`."""
-        raise NotImplementedError(f"{type(self).__name__} declares streaming and must define step")
-
-    def refuse(self, *, causal: bool = False, cross: bool = False) -> None:
-        """Raise ValueError with the reason if this mixer does not do what is asked."""
-        if causal:
-            self._admit("causal", "causal attention")
-        else:
-            self._admit("bidirectional", "bidirectional attention")
-        if cross:
-            self._admit("cross", "attention to another sequence")
-
-    def _admit(self, what: str, said: str) -> None:
-        if (reason := getattr(self, what)) is not True:
-            raise ValueError(f"mixer {self.name!r} does not do {said}: {reason}")
-
-    def _check(self, q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
-        check_tensors(q, k, v, key_mask)
-        if (q.shape[1], q.shape[3]) != (self.heads, self.head_dim):
-            raise ValueError(
-                f"q must have {self.heads} heads of size {self.head_dim}, as the mixer has; got q {tuple(q.shape)}"
-            )
-
-    def _prepare(self, q, k, v, key_mask, *, offset: int) -> tuple[Tensor, Tensor, Tensor]:
-        if key_mask is not None:  # a selection, not a product: NaN in a masked key must not survive
-            k, v = (x.masked_fill(~key_mask[:, None, :, None], 0) for x in (k, v))
-        if k.shape[1] != self.heads and not (self.grouped and self.positions is None):
-            k, v = (x.repeat_interleave(self.heads // x.shape[1], 1) for x in (k, v))
-        if self.positions is not None:
-            q, k = self.positions(q, k, offset=offset)
-        return q, k, v
+__all__ = [
+    "Admission",
+    "Mixer",
+    "Sizes",
+    "build",
+    "layer_type",
+    "layers",
+    "names",
+    "options",
+    "pattern",
+    "register",
+    "weights",
+]
 
 
-_classes: dict[str, type[Mixer]] = {}
+@dataclass(frozen=True)
+class Entry:
+    """A registered name: a class, and the options that the name stands for."""
+
+    mixer: type[Mixer]
+    chosen: dict[str, Any]
 
 
-def register(name: str):
-    """Class decorator: make a Mixer known by `name`."""
+_known: dict[str, Entry] = {}
+
+
+def register(name: str, **chosen: Any):
+    """Class decorator: make a Mixer known by `name`, with these options unless others are given."""
 
     def enter(cls: type[Mixer]) -> type[Mixer]:
-        known = _classes.get(name)
-        if known is not None and (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
+        known = _known[name].mixer if name in _known else cls
+        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
             raise ValueError(
                 f"mixer {name!r} is already registered by {known.__module__}.{known.__qualname__}"
             )
-        cls.name = name
-        _classes[name] = cls
+        _known[name] = Entry(cls, chosen)
         return cls
 
     return enter
@@ -144,49 +71,112 @@ def register(name: str):
 
 def names() -> list[str]:
     """Every registered mixer, in alphabetical order."""
-    return sorted(_classes)
+    return sorted(_known)
 
 
 def options(name: str) -> dict[str, Any]:
-    """The options a mixer accepts, with their defaults."""
-    parameters = inspect.signature(_lookup(name).__init__).parameters.values()
-    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    """The options a mixer accepts, with their defaults under this name."""
+    entry, _ = _lookup(name)
+    parameters = inspect.signature(entry.mixer.__init__).parameters.values()
+    return {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY} | entry.chosen
 
 
 def build(
-    name: str, *, heads: int, head_dim: int, max_length: int, positions: str | None = None, **chosen: Any
+    name: str, *, heads: int, head_dim: int, max_length: int, width: int | None = None, **chosen: Any
 ) -> Mixer:
-    """The mixer called `name`; `positions` is "rope", "sine_spe" or "conv_spe" where it admits them, the rest are its options.
+    """The mixer called `name`, as `softmax` or `softmax+rope`; `width` is that of the layer's input, by
+    default of all heads.
 
     >>> build("performer", heads=8, head_dim=64, max_length=4096, features=128)(q, k, v, causal=True)
     """
+    entry, positions = _lookup(name)
     accepted = options(name)
     if unknown := [key for key in chosen if key not in accepted]:
         raise ValueError(
             f"mixer {name!r} has no option {unknown[0]!r}; it accepts {', '.join(accepted) or 'none'}"
         )
-    mixer = _lookup(name)(heads, head_dim, max_length, **chosen)
-    if positions is not None:
-        companion = importlib.import_module(".positions", __name__).companion(positions)
-        mixer._admit(companion.kind, f"positions={positions!r}")
-        mixer.positions = companion(heads, head_dim, max_length)
+    sizes = Sizes(heads, head_dim, max_length, heads * head_dim if width is None else width)
+    mixer = entry.mixer(sizes, **entry.chosen | chosen)
+    mixer.name = name
+    if positions:
+        added = companion(positions)
+        mixer._admit(added.kind, f"positions, asked for by +{positions}")
+        mixer.positions = added(heads, head_dim, max_length)
+        mixer.learned_positions = False
     return mixer
 
 
+def layers(spec: str, count: int) -> list[str]:
+    """The mixer of each of `count` layers from a spec: one name, a pattern as "cosformer*3, softmax+rope", a
+    hybrid.
+    """
+    names = pattern(spec)
+    if spec.strip().partition("+")[0] == HYBRID:
+        linear, full = names
+        return [full if (i + 1) % INTERVAL == 0 or i == count - 1 else linear for i in range(count)]
+    if count % len(names):
+        raise ValueError(
+            f"mixer {spec!r} names {len(names)} layers, which {count} layers cannot repeat evenly"
+        )
+    return names * (count // len(names))
+
+
+def pattern(spec: str) -> list[str]:
+    """The mixers that a spec names, in order; of a hybrid the two kinds."""
+    base, plus, positions = spec.strip().partition("+")
+    if base == HYBRID:
+        _lookup(f"softmax{plus}{positions}")
+        return ["cosformer", f"softmax{plus}{positions}"]
+    named: list[str] = []
+    for part in spec.split(","):
+        name, star, times = (word.strip() for word in part.partition("*"))
+        if star and not (times.isdecimal() and int(times) > 0):
+            raise ValueError(f"mixer {spec!r}: after * stands how many layers; got {times!r}")
+        _lookup(name, spec)
+        named += [name] * (int(times) if star else 1)
+    return named
+
+
 def weights(
-    mixer: Mixer, q: Tensor, k: Tensor, *, causal: bool = False, key_mask: Tensor | None = None
+    mixer: Mixer,
+    q: Tensor,
+    k: Tensor,
+    *,
+    x: Tensor | None = None,
+    causal=False,
+    key_mask: Tensor | None = None,
 ) -> Tensor:
-    """The attention matrix (B, H, L, S) of any mixer: what it returns for one-hot values, since every mixer is linear in v."""
+    """The attention matrix (B, H, L, S) of any mixer: what it returns for one-hot values, since every mixer
+    is linear in v.
+    """
     B, Hk, S, _ = k.shape
     one_hot = torch.eye(S, dtype=k.dtype, device=k.device).expand(B, Hk, S, S)
-    return mixer(q, k, one_hot, causal=causal, key_mask=key_mask)
+    return mixer(q, k, one_hot, x=x, causal=causal, key_mask=key_mask)
 
 
-def _lookup(name: str) -> type[Mixer]:
-    if name not in _classes:
-        raise ValueError(f"unknown mixer {name!r}; one of {', '.join(names())}")
-    return _classes[name]
+def layer_type(name: str) -> str:
+    """transformers' word for a layer with this mixer: linear_attention, full_attention or
+    sliding_attention.
+    """
+    return _lookup(name)[0].mixer.layer_type
+
+
+def _lookup(name: str, spec: str = "") -> tuple[Entry, str]:
+    """The entry of a name, which may be one of a `spec`, and the positions it asks for after a +."""
+    base, plus, positions = name.partition("+")
+    if base not in _known:
+        within = f"mixer {spec!r}: " if spec not in ("", name) else ""
+        known = f"one of {', '.join(names())}, some with +rope; or {HYBRID}"
+        raise ValueError(f"{within}unknown mixer {name!r}; {known}")
+    if plus:
+        companion(positions)  # refuses what it does not know
+    return _known[base], positions
 
 
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
+
+SAID = (
+    f"any of {', '.join(names())}, some with +rope; {HYBRID}; or one for each layer, as "
+    "'cosformer*3, softmax+rope'"
+)

@@ -1,113 +1,192 @@
-"""Kernel mixers: features of q times features of k, at linear cost, all through ops.linear and so through the same backends.
+"""Kernel mixers: features of q times features of k, at linear cost, all through ops.linear.
 
-    out_i = sum_j s_ij v_j / sum_j s_ij      s_ij = phi(q_i) . phi(k_j) * cos(pi/2 (i - j) / M) * exp(-rate |i - j|)
+    out_i = sum_j s_ij v_j / sum_j s_ij      s_ij = phi(q_i) . phi(k_j) * cos(pi/2 (i - j) / M) * exp(-|A_i -
+                                             A_j|)
 
-    cosformer    phi = relu, horizon M, optional rates      relu          phi = relu, no re-weighting (M infinite)
-    identity     phi(x) = x                                 leaky_relu    phi = leaky_relu
+    cosformer    phi = relu, horizon M, decay            relu          phi = relu, no re-weighting (M
+                 infinite)
+    identity     phi(x) = x                              leaky_relu    phi = leaky_relu
     elu          phi(x) = elu(x) + 1
 
-relu, identity and leaky_relu are the cosFormer paper's study of what softmax does (Qin et al., 2022, arXiv:2202.08791). The
-last two have weights of both signs, so their normaliser may come near zero or change sign: the core keeps it away from zero on
-its own side (`signed`). Clamping it from below, as for the others, would turn every negative sum into eps.
+relu, identity and leaky_relu are the cosFormer paper's study of what softmax does (Qin et al., 2022,
+arXiv:2202.08791). The last two have weights of both signs, so their normaliser may come near zero or change
+sign: the core keeps it away from zero on its own side (`signed`). Clamping it from below, as for the others,
+would turn every negative sum into eps.
 """
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..ops.linear import linear_attention, linear_stream
-from . import Admission, Mixer, register
+from ..decay import Decay, DecaySpec, span_of
+from ..ops.checks import Horizon, check_eps, horizon_list
+from ..ops.linear import linear_attention, linear_read, linear_state, linear_stream
+from ..ops.operator import check_backend
+from . import Admission, Mixer, Sizes, register
+from .keys import Keys
+
+SHORT_CONV = 4  # tokens: what makes a linear layer recall
+OWN_HORIZON = 'horizon="length" differs from call to call, and what is kept needs one number'
 
 
 class Kernel(Mixer):
     """Abstract: a mixer of ops.linear. A subclass names its feature map and the core's options."""
 
-    streaming = True
+    streaming: Admission = True
     rope: Admission = (
         "its features are not functions of the dot product, so rotating q and k would not encode distances"
     )
     grouped = True
-    horizon: float = math.inf
     relu = False  # ReLU inside the core, where it is free
     signed = False  # weights of both signs
+    features_per_size = 1  # of phi
+    eps = 1e-6
+    backend: str | None = None
+    own_horizon = False  # every call has its own, from its lengths
 
     def phi(self, x: Tensor) -> Tensor:
         """The features of queries and keys alike."""
         return x
 
-    def rates(self) -> Tensor | None:
-        """Decay rates (H,)."""
+    def rates(self, x: Tensor | None, key_mask: Tensor | None) -> Tensor | None:
+        """Decay rates (H,) or, from the layer's input x, (B, H, L)."""
         return None
 
-    def mix(self, q, k, v, *, causal, key_mask):
-        return linear_attention(self.phi(q), self.phi(k), v, causal=causal, **self._options(key_mask))
+    def horizon_of(self, length: int) -> Horizon:
+        """The horizon of a call whose longer side has this length."""
+        return math.inf
 
-    def step(self, q, k, v, state, *, key_mask):
-        return linear_stream(self.phi(q), self.phi(k), v, state, **self._options(key_mask))
+    def mix(self, q, k, v, *, x, causal, key_mask):
+        options = self._options(max(q.shape[2], k.shape[2]), v) | {"decay": self.rates(x, key_mask)}
+        return linear_attention(self.phi(q), self.phi(k), v, causal=causal, key_mask=key_mask, **options)
 
-    def _options(self, key_mask: Tensor | None) -> dict[str, Any]:
-        decay, signed = self.rates(), self.signed
-        return {
-            "horizon": self.horizon,
-            "relu": self.relu,
-            "signed": signed,
-            "decay": decay,
-            "key_mask": key_mask,
-        }
+    def mix_packed(self, q, k, v, cu_seqlens, *, x, causal):
+        if self.positions is not None or self.own_horizon:  # each sequence counts from its own beginning
+            return super().mix_packed(q, k, v, cu_seqlens, x=x, causal=causal)
+        q, k, v = self._prepare(q, k, v, None, offset=0)
+        options = self._options(q.shape[2], v) | {"decay": self.rates(x, None)}
+        return linear_attention(self.phi(q), self.phi(k), v, causal=causal, cu_seqlens=cu_seqlens, **options)
+
+    def step(self, q, k, v, state, *, x, key_mask):
+        options = self._options(q.shape[2], v) | {"decay": self.rates(x, key_mask)}
+        return linear_stream(self.phi(q), self.phi(k), v, state, key_mask=key_mask, **options)
+
+    def absorb(self, k, v, *, key_mask=None):
+        self.refuse(cross=True)
+        if self.own_horizon:
+            raise ValueError(f"mixer {self.name!r} cannot absorb a source: {OWN_HORIZON}")
+        if self.positions is not None or self.rates(None, None) is not None:
+            return super().absorb(k, v, key_mask=key_mask)  # what a key adds depends on who asks
+        if key_mask is not None:
+            k, v = (t.masked_fill(~key_mask[:, None, :, None], 0) for t in (k, v))
+        options: dict[str, Any] = {"relu": self.relu, "backend": self.backend}
+        options["horizon"] = self.horizon_of(self.max_length)
+        return linear_state(self.phi(k), v, heads=self.heads, key_mask=key_mask, **options)
+
+    def read(self, q, memory, *, offset=0):
+        if isinstance(memory, Keys):
+            q, k, v = self._source(q, memory, offset)
+            options = self._options(self.max_length, v) | {
+                "decay": self.rates(None, None),
+                "q_offset": offset,
+            }
+            return linear_attention(self.phi(q), self.phi(k), v, key_mask=memory.key_mask, **options)
+        options = {"horizon": self.horizon_of(self.max_length), "relu": self.relu, "signed": self.signed}
+        return linear_read(
+            self.phi(q), memory, q_offset=offset, eps=self.eps, backend=self.backend, **options
+        )
 
     def state_size(self):
-        features = self.head_dim * (1 if self.horizon == math.inf else 2)
-        return self.heads * features * (self.head_dim + 1)
+        if self.own_horizon:
+            return None
+        cosine = 1 if horizon_list(self.horizon_of(self.max_length), self.heads)[0] == math.inf else 2
+        return self.heads * self.head_dim * self.features_per_size * cosine * (self.head_dim + 1)
+
+    def _options(self, length: int, v: Tensor) -> dict[str, Any]:
+        """What the core is told; a named backend is asked for values of a head's size, not for the matrix of
+        weights.
+        """
+        backend = self.backend if v.shape[-1] == self.head_dim else None
+        core = {"relu": self.relu, "signed": self.signed, "eps": self.eps, "backend": backend}
+        return {"horizon": self.horizon_of(length), **core}
 
 
 @register("cosformer")
+@register("cosformer-ladder", decay="ladder")
+@register("cosformer-no-cosine", horizon=math.inf)
+@register("cosformer-paper", decay=None)
 class Cosformer(Kernel):
-    """cosFormer (Qin et al., 2022, arXiv:2202.08791): relu features re-weighted by the cosine of the distance.
+    """cosFormer (Qin et al., 2022, arXiv:2202.08791): relu features re-weighted by the cosine of the
+    distance, and by decay.
 
-    horizon   the distance at which a key stops mattering; None means max_length, math.inf drops the cosine.
-    decay     None for the paper's operator; "ladder" for fixed rates, one per head, falling geometrically from 1/4 to
-              1/max_length; or a list of one rate per head.
+    horizon       the distance at which a key stops mattering, a number or one per head; None means
+                  max_length, "length" the longer side of each call (not for streams), math.inf drops the
+                  cosine
+    decay         as in decay.py: "gated" (the recommended), "ladder", rates, or None, the paper's operator
+    learn_decay   constant rates are learned
+    both_signs    features relu([x, -x]) instead of relu(x): twice as many, and twice the state
+    eps, backend  the operator's
     """
 
     rope = spe = "its re-weighting is its position encoding"
     relu = True
-    decay: Tensor | None
 
     def __init__(
         self,
-        heads: int,
-        head_dim: int,
-        max_length: int,
+        sizes: Sizes,
         *,
-        horizon: float | None = None,
-        decay: str | Sequence[float] | None = None,
+        horizon: Horizon | str | None = None,
+        decay: DecaySpec = "gated",
+        learn_decay: bool = False,
+        both_signs: bool = False,
+        eps: float = 1e-6,
+        backend: str | None = None,
     ):
-        super().__init__(heads, head_dim, max_length)
-        self.horizon = float(max_length if horizon is None else horizon)
-        self.register_buffer("decay", self._rates_of(decay))
+        super().__init__(sizes)
+        check_eps(eps)
+        check_backend(backend)
+        self.eps, self.backend, self.both_signs = eps, backend, both_signs
+        self.features_per_size = 2 if both_signs else 1
+        self.horizon = _horizon(horizon, self)
+        horizons = self.horizon or ()
+        self.reach = min(horizons, default=math.inf)
+        span = span_of(horizons, self.max_length)
+        self.decay = Decay(decay, heads=self.heads, span=span, width=self.width, learn=learn_decay)
+        self.own_horizon = self.horizon is None
+        if self.own_horizon:
+            self.streaming = OWN_HORIZON
+        self.reads_input = self.decay.gated
+        self.learned_positions = decay is None
+        if decay is not None:  # the paper's operator stays as it was published
+            self.short_conv, self.qk_norm = SHORT_CONV, True
+        if self.decay.gated:
+            self.cross = 'decay="gated" reads one rate per position from the queries\' own sequence'
 
-    def _rates_of(self, decay: str | Sequence[float] | None) -> Tensor | None:
-        if decay is None:
-            return None
-        if decay == "ladder":
-            return torch.linspace(math.log(1 / 4), math.log(1 / max(4, self.max_length)), self.heads).exp()
-        if isinstance(decay, str) or len(decay) != self.heads or min(decay) < 0:
-            raise ValueError(
-                f'decay must be None, "ladder" or one rate >= 0 per head ({self.heads}); got {decay!r}'
-            )
-        return torch.tensor([float(rate) for rate in decay])
+    def phi(self, x):
+        return torch.cat([x, -x], -1) if self.both_signs else x
 
-    def rates(self):
-        return self.decay
+    def rates(self, x, key_mask):
+        return self.decay.rates(x, key_mask)
+
+    def horizon_of(self, length):
+        return max(length, 1) if self.horizon is None else self.horizon
+
+
+def _horizon(given: Horizon | str | None, mixer: Mixer) -> tuple[float, ...] | None:
+    """The horizons, one or one per head; None where each call has its own."""
+    if isinstance(given, str):
+        if given != "length":
+            raise ValueError(f'horizon must be a number, one per head, None or "length"; got {given!r}')
+        return None
+    return tuple(horizon_list(mixer.max_length if given is None else given, mixer.heads))
 
 
 @register("relu")
 class Relu(Kernel):
-    """phi = relu without re-weighting: cosFormer's ablation, `cosformer` with an infinite horizon."""
+    """phi = relu without re-weighting: cosFormer's ablation, `cosformer-paper` with an infinite horizon."""
 
     relu = True
 
@@ -122,12 +201,14 @@ class Identity(Kernel):
 
 @register("leaky_relu")
 class LeakyRelu(Kernel):
-    """phi = leaky_relu: nearly non-negative, which the paper finds to matter. `slope` is that of the negative side."""
+    """phi = leaky_relu: nearly non-negative, which the paper finds to matter. `slope` is that of the negative
+    side.
+    """
 
     signed = True
 
-    def __init__(self, heads: int, head_dim: int, max_length: int, *, slope: float = 0.01):
-        super().__init__(heads, head_dim, max_length)
+    def __init__(self, sizes: Sizes, *, slope: float = 0.01):
+        super().__init__(sizes)
         self.slope = slope
 
     def phi(self, x):

@@ -1,7 +1,8 @@
 """Low-rank mixers: softmax's N x N matrix through a few projected keys, or through a few landmarks.
 
     linformer    softmax(q (E k)^T) (F v)      E, F (rank, max_length), learned
-    nystrom      softmax(q K^T) softmax(Q K^T)^+ softmax(Q k^T) v      Q, K (m, D), the means of q and k over m segments
+    nystrom      softmax(q K^T) softmax(Q K^T)^+ softmax(Q k^T) v      Q, K (m, D), the means of q and k over
+                 m segments
 
 Scores are divided by sqrt(D) throughout; ^+ is the pseudo-inverse.
 """
@@ -10,31 +11,30 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from . import Mixer, register
+from . import Mixer, Sizes, register
 
 
 @register("linformer")
 class Linformer(Mixer):
-    """Linformer (Wang et al., 2020, arXiv:2006.04768): keys and values projected along the sequence to `rank` rows (256, or
-    max_length if that is less), O(N rank).
+    """Linformer (Wang et al., 2020, arXiv:2006.04768): keys and values projected along the sequence to `rank`
+    rows (256, or max_length if that is less), O(N rank).
 
-    E and F are shared by the heads. They have a column for each of max_length positions: a shorter source is that one with
-    zeros after it, a longer one is refused.
+    E and F are shared by the heads. They have a column for each of max_length positions: a shorter source is
+    that one with zeros after it, a longer one is refused.
     """
 
     causal = "every projected key is a mixture of all positions, later ones too"
 
-    def __init__(self, heads: int, head_dim: int, max_length: int, *, rank: int | None = None):
-        super().__init__(heads, head_dim, max_length)
-        rank = min(256, max_length) if rank is None else rank
-        if not 1 <= rank <= max_length:
-            raise ValueError(f"rank must be 1 to max_length = {max_length}; got {rank}")
-        self.E = nn.Parameter(
-            torch.randn(rank, max_length) * rank**-0.5
-        )  # keeps lengths in the mean (Johnson-Lindenstrauss)
-        self.F = nn.Parameter(torch.randn(rank, max_length) * rank**-0.5)
+    def __init__(self, sizes: Sizes, *, rank: int | None = None):
+        super().__init__(sizes)
+        longest = sizes.max_length
+        rank = min(256, longest) if rank is None else rank
+        if not 1 <= rank <= longest:
+            raise ValueError(f"rank must be 1 to max_length = {longest}; got {rank}")
+        # Scaled so that lengths are kept in the mean (Johnson-Lindenstrauss).
+        self.E, self.F = (nn.Parameter(torch.randn(rank, longest) * rank**-0.5) for _ in range(2))
 
-    def mix(self, q, k, v, *, causal, key_mask):
+    def mix(self, q, k, v, *, x, causal, key_mask):
         S = k.shape[2]
         if S > self.max_length:
             raise ValueError(f"linformer projects max_length = {self.max_length} keys; got k of length {S}")
@@ -43,12 +43,13 @@ class Linformer(Mixer):
 
 @register("nystrom")
 class Nystrom(Mixer):
-    """Nystromformer (Xiong et al., 2021, arXiv:2102.03902): O(N landmarks), with a depthwise convolution of the values added.
+    """Nystromformer (Xiong et al., 2021, arXiv:2102.03902): O(N landmarks), with a depthwise convolution of
+    the values added.
 
-    The pseudo-inverse is `iterations` steps of a Newton-Schulz scheme of the third order, started for each matrix alone (the
-    released code scales by a maximum over the batch, so that rows depend on one another). Segments divide each row's own
-    tokens as evenly as whole numbers allow, so padding moves no landmark; a row with fewer tokens than landmarks has as many
-    landmarks as tokens.
+    The pseudo-inverse is `iterations` steps of a Newton-Schulz scheme of the third order, started for each
+    matrix alone (the released code scales by a maximum over the batch, so that rows depend on one another).
+    Segments divide each row's own tokens as evenly as whole numbers allow, so padding moves no landmark; a
+    row with fewer tokens than landmarks has as many landmarks as tokens.
 
     conv    the convolution's width, odd; None for none
     """
@@ -58,56 +59,49 @@ class Nystrom(Mixer):
 
     def __init__(
         self,
-        heads: int,
-        head_dim: int,
-        max_length: int,
+        sizes: Sizes,
         *,
         landmarks: int = 64,
         iterations: int = 6,
         conv: int | None = 35,
     ):
-        super().__init__(heads, head_dim, max_length)
+        super().__init__(sizes)
         if landmarks < 1 or iterations < 1:
             raise ValueError(f"landmarks and iterations must be at least 1; got {landmarks} and {iterations}")
         if conv is not None and (conv < 1 or conv % 2 == 0):
             raise ValueError(f"conv must be None or an odd width; got {conv}")
         self.landmarks, self.iterations = landmarks, iterations
-        self.conv = (
-            None
-            if conv is None
-            else nn.Conv2d(heads, heads, (conv, 1), padding=(conv // 2, 0), groups=heads, bias=False)
-        )
+        self.conv = None
+        if conv is not None:
+            H = sizes.heads
+            self.conv = nn.Conv2d(H, H, (conv, 1), padding=(conv // 2, 0), groups=H, bias=False)
 
-    def mix(self, q, k, v, *, causal, key_mask):
+    def mix(self, q, k, v, *, x, causal, key_mask):
         dtype = torch.promote_types(q.dtype, torch.float32)  # the iterated inverse needs the digits
-        x, y, u = (t.to(dtype) for t in (q, k, v))
-        kept = (
-            torch.ones(q.shape[0], q.shape[2], dtype=torch.bool, device=q.device)
-            if key_mask is None
-            else key_mask
-        )
-        x = x.masked_fill(~kept[:, None, :, None], 0)  # queries make landmarks too
+        a, b, u = (t.to(dtype) for t in (q, k, v))
+        kept = q.new_ones(q.shape[0], q.shape[2], dtype=torch.bool) if key_mask is None else key_mask
+        a = a.masked_fill(~kept[:, None, :, None], 0)  # queries make landmarks too
         mean, used = self._segments(kept)
         mean = mean.to(dtype)
-        Q, K = mean @ x, mean @ y  # (B, H, m, D)
+        Q, K = mean @ a, mean @ b  # (B, H, m, D)
         used, kept = used[:, None, None], kept[:, None, None]
-        left, middle, right = _softmax(x, K, used), _softmax(Q, K, used), _softmax(Q, y, kept)
+        left, middle, right = _softmax(a, K, used), _softmax(Q, K, used), _softmax(Q, b, kept)
         unused = ~used.squeeze(2)[..., None] & torch.eye(used.shape[-1], dtype=torch.bool, device=q.device)
-        middle = torch.where(
-            used.mT, middle, unused.to(dtype)
-        )  # an unused landmark is its own inverse, apart from the others
+        middle = torch.where(used.mT, middle, unused.to(dtype))  # an unused landmark is its own inverse
         out = left @ (self._inverse(middle) @ (right @ u))
         if self.conv is not None:
             out = out + F.conv2d(u, self.conv.weight.to(dtype), padding=self.conv.padding, groups=self.heads)
         return out.to(q.dtype)
 
     def _segments(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """The matrix (B, 1, m, N) that averages a row's kept tokens over its segments, and which of the m it uses (B, m)."""
+        """The matrix (B, 1, m, N) that averages a row's kept tokens over its segments, and which of the m it
+        uses (B, m).
+        """
         count = kept.sum(-1, keepdim=True)
         m = count.clamp(max=self.landmarks)
         segment = (
             (kept.cumsum(-1) - 1) * m // count.clamp_min(1)
-        )  # the r-th of n tokens lies in segment floor(r m / n)
+        )  # the r-th of n tokens lies in floor(r m / n)
         number = torch.arange(min(self.landmarks, kept.shape[1]), device=kept.device)[:, None]
         member = ((segment[:, None] == number) & kept[:, None]).float()
         return (member / member.sum(-1, keepdim=True).clamp_min(1))[:, None], number.T < m

@@ -1,15 +1,16 @@
 """Reformer: softmax over the keys that fall into the query's hash bucket, found by sorting.
 
     out_i = sum_{j in A_i} exp(s_ij) v_j / sum_{j in A_i} exp(s_ij)      s_ij = q_i . q_j / |q_j|
-    A_i   = the j that in some round share i's bucket and are at most C places away when sorted by bucket and position
+    A_i   = the j that in some round share i's bucket and are at most C places away when sorted by bucket and
+          position
     bucket(x) = argmax [x R, -x R],  R ~ N(0, I), one per round
 
-A round gives every pair the share 1 / (rounds in which it meets), so the rounds together are one softmax over A_i. A token
-attends to itself only if it has nothing else. O(rounds * N * chunk) and a sort.
+A round gives every pair the share 1 / (rounds in which it meets), so the rounds together are one softmax over
+A_i. A token attends to itself only if it has nothing else. O(rounds * N * chunk) and a sort.
 
-The paper cuts the sorted order into chunks of C and lets i see its own and the one before. Where a cut falls depends on how
-many later tokens hash into earlier buckets, so its causal form leaks a little of the future; places within a bucket do not,
-and need no padding.
+The paper cuts the sorted order into chunks of C and lets i see its own and the one before. Where a cut falls
+depends on how many later tokens hash into earlier buckets, so its causal form leaks a little of the future;
+places within a bucket do not, and need no padding.
 
     R   rounds      n   chunks of a round      C   chunk size
 """
@@ -18,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import Mixer, register
+from . import Mixer, Sizes, register
 from .blocks import attend, merge
 
 SELF = -1e5  # the bias of a token's own score: nothing beside any other key, everything without one
@@ -26,12 +27,13 @@ SELF = -1e5  # the bias of a token's own score: nothing beside any other key, ev
 
 @register("reformer")
 class Reformer(Mixer):
-    """Reformer (Kitaev et al., 2020, arXiv:2001.04451): queries are keys too, by their directions, and k is not read.
+    """Reformer (Kitaev et al., 2020, arXiv:2001.04451): queries are keys too, by their directions, and k is
+    not read.
 
     rounds    hashes that must all miss for a neighbour to be lost
     chunk     C, the places of the sorted order that a token sees on each side (causal: before it)
-    buckets   of a hash, 1 or even; by default two for each chunk of max_length, as in the paper, but at most 256, since each
-              costs every token half a dot product
+    buckets   of a hash, 1 or even; by default two for each chunk of max_length, as in the paper, but at most
+              256, since each costs every token half a dot product
     """
 
     cross = "its queries and keys are the same vectors"
@@ -40,27 +42,23 @@ class Reformer(Mixer):
 
     def __init__(
         self,
-        heads: int,
-        head_dim: int,
-        max_length: int,
+        sizes: Sizes,
         *,
         rounds: int = 2,
         chunk: int = 64,
         buckets: int | None = None,
         seed: int = 0,
     ):
-        super().__init__(heads, head_dim, max_length)
-        if (
-            rounds < 1
-            or chunk < 1
-            or (buckets is not None and (buckets < 1 or (buckets > 1 and buckets % 2)))
-        ):
+        super().__init__(sizes)
+        odd = buckets is not None and buckets != 1 and (buckets < 1 or buckets % 2)
+        if rounds < 1 or chunk < 1 or odd:
             raise ValueError(
-                f"rounds, chunk must be at least 1, buckets 1 or even; got rounds {rounds}, chunk {chunk}, buckets {buckets}"
+                "rounds and chunk must be at least 1, buckets 1 or even; "
+                f"got rounds {rounds}, chunk {chunk}, buckets {buckets}"
             )
         self.rounds, self.chunk = rounds, chunk
-        self.buckets = min(2 * -(-max_length // chunk), 256) if buckets is None else buckets
-        self.register_buffer("rotations", torch.empty(heads, rounds, head_dim, self.buckets // 2))
+        self.buckets = min(2 * -(-sizes.max_length // chunk), 256) if buckets is None else buckets
+        self.register_buffer("rotations", torch.empty(sizes.heads, rounds, sizes.head_dim, self.buckets // 2))
         self.redraw(seed)
 
     def redraw(self, seed: int | None = None) -> None:
@@ -75,23 +73,18 @@ class Reformer(Mixer):
         turned = x.detach()[:, :, None] @ self.rotations.to(x.dtype)
         return torch.cat([turned, -turned], -1).argmax(-1)
 
-    def mix(self, q, k, v, *, causal, key_mask):
+    def mix(self, q, k, v, *, x, causal, key_mask):
         N = q.shape[2]
         C = min(self.chunk, N)
         kept = torch.ones(len(q), N, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
         q = q.masked_fill(~kept[:, None, :, None], 0)  # here queries are keys too
         q, v, kept = F.pad(q, (0, 0, 0, -N % C)), F.pad(v, (0, 0, 0, -N % C)), F.pad(kept, (0, -N % C))
-        bucket = self.hash(q).masked_fill(
-            ~kept[:, None, None], self.buckets
-        )  # what is masked sorts behind all else
+        bucket = self.hash(q).masked_fill(~kept[:, None, None], self.buckets)  # what is masked sorts last
         order = bucket.argsort(dim=-1, stable=True)
         place = order.argsort(-1)  # where each position is sorted to
-        code = place + bucket * (
-            C + 1
-        )  # two positions meet in a round if their codes are at most C apart: a bucket adds more
-        code = torch.where(
-            kept[:, None, None], code, -(C + 1) * (place + 1)
-        )  # what is masked meets itself only
+        # Two positions meet in a round if their codes are at most C apart: another bucket adds more. What is
+        # masked meets itself only.
+        code = torch.where(kept[:, None, None], place + bucket * (C + 1), -(C + 1) * (place + 1))
         i = order.unflatten(-1, (-1, C))  # positions (B, H, R, n, C) of queries
         j = _around(i, causal, fill=order.shape[-1])  # and of their keys (B, H, R, n, K), K = 2 C or 3 C
 
@@ -107,24 +100,25 @@ class Reformer(Mixer):
         keys, values = (_around(_sort(x, order, C), causal, fill=0) for x in (direction, v))
         out, log = attend(_sort(q, order, C), keys, values, allowed, bias=bias)
         out, log = out.flatten(3, 4), log.flatten(3)
-        out, log = (
-            out.gather(3, place[..., None].expand(out.shape)),
-            log.gather(3, place),
-        )  # back in the order of positions
+        out, log = out.gather(3, place[..., None].expand(out.shape)), log.gather(3, place)  # in order again
         return merge(*zip(out.unbind(2), log.unbind(2), strict=True))[:, :, :N].to(q.dtype)
 
 
 def _meet(code: Tensor, i: Tensor, j: Tensor, reach: int) -> Tensor:
-    """Which pairs of positions i (B, H, R, n, C) and j (B, H, R, n, K) have codes (B, H, R, N) at most `reach` apart."""
+    """Which pairs of positions i (B, H, R, n, C) and j (B, H, R, n, K) have codes (B, H, R, N) at most
+    `reach` apart.
+    """
     code = F.pad(
         code, (0, 1), value=torch.iinfo(code.dtype).max // 2
-    )  # position N, the fill of `_around`, meets nobody
+    )  # position N, `_around`'s fill, meets nobody
     mine, theirs = (code.gather(-1, at.flatten(3)).view(at.shape) for at in (i, j))
     return (mine[..., None] - theirs[..., None, :]).abs() <= reach
 
 
 def _around(x: Tensor, causal: bool, *, fill: int) -> Tensor:
-    """Each chunk with the one before it and, unless causal, the one after it: (B, H, R, n, C, ...) -> (.., n, K, ...)."""
+    """Each chunk with the one before it and, unless causal, the one after it: (B, H, R, n, C, ...) -> (.., n,
+    K, ...).
+    """
     ends = torch.full_like(x[:, :, :, :1], fill)
     before, after = torch.cat([ends, x[:, :, :, :-1]], 3), torch.cat([x[:, :, :, 1:], ends], 3)
     return torch.cat([before, x] if causal else [before, x, after], 4)

@@ -1,23 +1,28 @@
-"""Positional companions: changes of q and k that make their dot product depend on the distance; `build(..., positions=...)`.
+"""Positional companions: changes of q and k that make their product depend on the distance (NAME+rope).
 
-    rope        q_m . k_n -> (R_m q_m) . (R_n k_n) = q_m . R_(n-m) k_n                 (Su et al., 2021, arXiv:2104.09864)
+    rope        q_m . k_n -> (R_m q_m) . (R_n k_n) = q_m . R_(n-m) k_n                 (Su et al., 2021,
+                arXiv:2104.09864)
     sine_spe    q_m . k_n -> E = sum_d q_md k_nd P_d(m - n),   P_d(t) = sum_s a_ds^2 cos(2 pi f_ds t + b_ds)
-    conv_spe    the same with P_d(t) = sum_p x_d(p) y_d(p - t) for filters x, y        (Liutkus et al., 2021, arXiv:2105.08399)
+    conv_spe    the same with P_d(t) = sum_p x_d(p) y_d(p - t) for filters x, y        (Liutkus et al., 2021,
+                arXiv:2105.08399)
 
-SPE gives each position a random vector with that covariance, so q and k stay separate factors and linear mixers can use it.
-One draw is exact only in the mean: its error falls with the square root of the realisations, here as many as head_dim, so that
-shapes stay.
+SPE gives each position a random vector with that covariance, so q and k stay separate factors and linear
+mixers can use it. One draw is exact only in the mean: its error falls with the square root of the
+realisations, here as many as head_dim, so that shapes stay.
 """
 
 import math
+from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 
-def companion(name: str) -> type[nn.Module]:
+def companion(name: str) -> "type[Rope | SineSPE | ConvSPE]":
     """The class of a companion by name."""
-    known = {"rope": Rope, "sine_spe": SineSPE, "conv_spe": ConvSPE}
+    known: dict[str, Any] = {"rope": Rope, "sine_spe": SineSPE, "conv_spe": ConvSPE}
     if name not in known:
         raise ValueError(f"positions {name!r} is unknown; one of {', '.join(known)}, or None")
     return known[name]
@@ -32,27 +37,44 @@ class Rope(nn.Module):
         super().__init__()
         if head_dim % 2:
             raise ValueError(f"head_dim must be even for rope, which turns pairs; got {head_dim}")
-        self.speed = [base ** (-2 * i / head_dim) for i in range(head_dim // 2)]
+        self.base = base
 
-    def forward(self, q: Tensor, k: Tensor, *, offset: int = 0) -> tuple[Tensor, Tensor]:
-        return self.turn(q, offset), self.turn(k, offset)
+    def forward(self, q: Tensor, k: Tensor, *, offset: int = 0, key_offset: int = 0) -> tuple[Tensor, Tensor]:
+        return self.turn(q, offset), self.turn(k, key_offset)
 
     def turn(self, x: Tensor, offset: int = 0) -> Tensor:
         """x (..., N, D) with its first row at position `offset`."""
-        at = torch.arange(offset, offset + x.shape[-2], dtype=torch.float64)
-        angle = at[:, None] * torch.tensor(self.speed, dtype=torch.float64)  # float64: exact at any position
-        cos, sin = (
-            t.to(x.device, torch.promote_types(x.dtype, torch.float32)) for t in (angle.cos(), angle.sin())
-        )
+        dtype = torch.promote_types(x.dtype, torch.float32)
+        cos, sin = _tables(x.shape[-1], self.base, offset, x.shape[-2], dtype, x.device)
         a, b = x.chunk(2, -1)
         return torch.cat([a * cos - b * sin, a * sin + b * cos], -1).to(x.dtype)
 
 
-class SineSPE(nn.Module):
-    """Stochastic positional encoding by sines with learned frequencies f, offsets b and gains a, per head and dimension.
+def _tables(*of) -> tuple[Tensor, Tensor]:
+    """Cosine and sine (count, size / 2) of the angles of positions start, start + 1, ..., kept while torch
+    runs eagerly.
+    """
+    tracing = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
+    return _angles(*of) if tracing else _kept_angles(*of)
 
-    q_m becomes sum_d q_md Q_d(m), with Q_d(m) = sum_s a_ds (cos(2 pi f_ds m + b_ds) z_ds + sin(2 pi f_ds m + b_ds) z'_ds) /
-    sqrt(R) and z ~ N(0, I_R); the same for k without the offsets b.
+
+@torch.inference_mode(False)  # what is kept may be asked for under autograd next
+def _angles(size: int, base: float, start: int, count: int, dtype: torch.dtype, device: torch.device):
+    at = torch.arange(start, start + count, dtype=torch.float64, device="cpu")
+    speed = base ** (-torch.arange(0, size, 2, dtype=torch.float64, device="cpu") / size)
+    angle = at[:, None] * speed  # float64: exact at any position
+    return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+
+
+_kept_angles = lru_cache(maxsize=16)(_angles)  # every layer of a model asks for the same
+
+
+class SineSPE(nn.Module):
+    """Stochastic positional encoding by sines with learned frequencies f, offsets b and gains a, per head and
+    dimension.
+
+    q_m becomes sum_d q_md Q_d(m), with Q_d(m) = sum_s a_ds (cos(2 pi f_ds m + b_ds) z_ds + sin(2 pi f_ds m +
+    b_ds) z'_ds) / sqrt(R) and z ~ N(0, I_R); the same for k without the offsets b.
     """
 
     kind = "spe"
@@ -73,8 +95,10 @@ class SineSPE(nn.Module):
         generator = None if seed is None else torch.Generator().manual_seed(seed)
         self.noise.copy_(torch.randn(self.noise.shape, generator=generator))
 
-    def forward(self, q: Tensor, k: Tensor, *, offset: int = 0) -> tuple[Tensor, Tensor]:
-        return self._encode(q, offset, self.offset), self._encode(k, offset, torch.zeros_like(self.offset))
+    def forward(self, q: Tensor, k: Tensor, *, offset: int = 0, key_offset: int = 0) -> tuple[Tensor, Tensor]:
+        return self._encode(q, offset, self.offset), self._encode(
+            k, key_offset, torch.zeros_like(self.offset)
+        )
 
     def template(self, distance: Tensor) -> Tensor:
         """P_d(distance): (H, D, *distance.shape)."""
@@ -96,11 +120,12 @@ class SineSPE(nn.Module):
 
 
 class ConvSPE(nn.Module):
-    """Stochastic positional encoding by convolution: white noise along the positions, through learned filters x and y.
+    """Stochastic positional encoding by convolution: white noise along the positions, through learned filters
+    x and y.
 
-    q_m becomes sum_d q_md Q_d(m), with Q_d(m) = sum_p x_d(p) z_d(m - p) / sqrt(R), and k likewise with y; distances beyond the
-    filters have no covariance. The noise (max_length, D, R) is shared by the heads and is made anew from its seed, which is
-    what is saved.
+    q_m becomes sum_d q_md Q_d(m), with Q_d(m) = sum_p x_d(p) z_d(m - p) / sqrt(R), and k likewise with y;
+    distances beyond the filters have no covariance. The noise (max_length, D, R) is shared by the heads and
+    is made anew from its seed, which is what is saved.
     """
 
     kind = "spe"
@@ -118,8 +143,8 @@ class ConvSPE(nn.Module):
         """Draw new noise, from `seed` or from torch's own generator."""
         self.seed.copy_(torch.randint(2**31, ()) if seed is None else torch.tensor(seed))
 
-    def forward(self, q: Tensor, k: Tensor, *, offset: int = 0) -> tuple[Tensor, Tensor]:
-        return self._encode(q, offset, self.query_filter), self._encode(k, offset, self.key_filter)
+    def forward(self, q: Tensor, k: Tensor, *, offset: int = 0, key_offset: int = 0) -> tuple[Tensor, Tensor]:
+        return self._encode(q, offset, self.query_filter), self._encode(k, key_offset, self.key_filter)
 
     def template(self, distance: Tensor) -> Tensor:
         """P_d(distance): (H, D, *distance.shape)."""
@@ -135,7 +160,8 @@ class ConvSPE(nn.Module):
         N, D = x.shape[2:]
         if start + N > self.max_length:
             raise ValueError(
-                f"conv_spe has noise for max_length = {self.max_length} positions; got positions up to {start + N}"
+                f"conv_spe has noise for max_length = {self.max_length} positions; got positions up "
+                f"to {start + N}"
             )
         dtype = torch.promote_types(x.dtype, torch.float32)
         generator = torch.Generator().manual_seed(int(self.seed))

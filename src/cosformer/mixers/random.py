@@ -1,7 +1,9 @@
-"""Random-feature mixers: softmax's kernel as the mean of a product of random features, at linear cost through ops.linear.
+"""Random-feature mixers: softmax's kernel as the mean of a product of random features, at linear cost.
 
-    performer    exp(x . y) = E_w[ exp(w.x - |x|^2/2) exp(w.y - |y|^2/2) ]             w ~ N(0, I), positive features
-    rfa          exp(-s^2 |x - y|^2 / 2) = E_w[ sin(w.x) sin(w.y) + cos(w.x) cos(w.y) ]     w ~ N(0, s^2 I), |x| = |y| = 1
+    performer    exp(x . y) = E_w[ exp(w.x - |x|^2/2) exp(w.y - |y|^2/2) ]             w ~ N(0, I), positive
+                 features
+    rfa          exp(-s^2 |x - y|^2 / 2) = E_w[ sin(w.x) sin(w.y) + cos(w.x) cos(w.y) ]     w ~ N(0, s^2 I),
+                 |x| = |y| = 1
 
 The draws are buffers: drawn from the option `seed`, saved with the module, and replaced by `redraw`.
 """
@@ -15,26 +17,28 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..ops.linear import State, linear_attention, linear_stream
-from . import Mixer, register
+from . import Mixer, Sizes, register
 
 TINY = 1e-20  # the smallest normaliser of positive features: their sums may be small without being nothing
 
 
 def orthogonal(rows: int, size: int, generator: torch.Generator | None = None) -> Tensor:
-    """(rows, size) Gaussian vectors, orthogonal within every `size` of them; each alone is exactly N(0, I)."""
+    """(rows, size) Gaussian vectors, orthogonal within every `size` of them; each alone is exactly N(0,
+    I).
+    """
     blocks = []
     for _ in range(-(-rows // size)):
         basis, r = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
-        blocks.append(
-            (basis * r.diagonal().sign()).T
-        )  # without the signs of r the directions would not be uniform
+        blocks.append((basis * r.diagonal().sign()).T)  # without r's signs directions would not be uniform
     lengths = torch.randn(rows, size, generator=generator, dtype=torch.float64).norm(dim=1, keepdim=True)
     return (torch.cat(blocks)[:rows] * lengths).float()
 
 
 @dataclass(frozen=True)
 class Shifted:
-    """A stream's state whose sums are scaled by exp(-shift), shift (B, Hk, 1) being the largest exponent seen so far."""
+    """A stream's state whose sums are scaled by exp(-shift), shift (B, Hk, 1) being the largest exponent seen
+    so far.
+    """
 
     state: State
     shift: Tensor
@@ -50,25 +54,26 @@ class Shifted:
 
 @register("performer")
 class Performer(Mixer):
-    """Performer, FAVOR+ (Choromanski et al., 2021, arXiv:2009.14794): softmax's weights by positive orthogonal features.
+    """Performer, FAVOR+ (Choromanski et al., 2021, arXiv:2009.14794): softmax's weights by positive
+    orthogonal features.
 
         s_ij = phi(q_i) . phi(k_j)      phi(x) = exp(W y - |y|^2 / 2) / sqrt(F)      y = x / D^(1/4)
 
-    Exponents are shifted so that nothing overflows. A query's own maximum cancels in its row. The keys' shift must be one
-    number for all keys a query sees: their maximum, or causally the running maximum m_i, so that no later key can push an
-    earlier row under the smallest float. exp(-(m_i - m_j)) between key and query is the core's decay with rates m_t - m_(t-1),
-    so this is exact.
+    Exponents are shifted so that nothing overflows. A query's own maximum cancels in its row. The keys' shift
+    must be one number for all keys a query sees: their maximum, or causally the running maximum m_i, so that
+    no later key can push an earlier row under the smallest float. exp(-(m_i - m_j)) between key and query is
+    the core's decay with rates m_t - m_(t-1), so this is exact.
     """
 
     streaming = True
     grouped = True
     projection: Tensor
 
-    def __init__(self, heads: int, head_dim: int, max_length: int, *, features: int = 256, seed: int = 0):
-        super().__init__(heads, head_dim, max_length)
+    def __init__(self, sizes: Sizes, *, features: int = 256, seed: int = 0):
+        super().__init__(sizes)
         if features < 1:
             raise ValueError(f"features must be at least 1; got {features}")
-        self.register_buffer("projection", torch.empty(features, head_dim))  # one draw for all heads
+        self.register_buffer("projection", torch.empty(features, sizes.head_dim))  # one draw for all heads
         self.redraw(seed)
 
     def redraw(self, seed: int | None = None) -> None:
@@ -82,7 +87,7 @@ class Performer(Mixer):
         y = x.to(dtype) * self.head_dim**-0.25
         return y @ self.projection.to(dtype).mT - y.square().sum(-1, keepdim=True) / 2
 
-    def mix(self, q, k, v, *, causal, key_mask):
+    def mix(self, q, k, v, *, x, causal, key_mask):
         if causal:
             k, v, key_mask = _aligned(q.shape[2], k, v, key_mask)
             k, rates, _ = self._running(k, key_mask, None)
@@ -91,16 +96,14 @@ class Performer(Mixer):
             e = self._key_exponents(k, key_mask)
             top = e.detach().amax((-2, -1), keepdim=True)
             k, options = torch.exp(e - top.masked_fill(top.isinf(), 0)), {}
-        return linear_attention(
-            self._queries(q), k, v.to(k.dtype), key_mask=key_mask, eps=TINY, **options
-        ).to(v.dtype)
+        options |= {"key_mask": key_mask, "eps": TINY}
+        return linear_attention(self._queries(q), k, v.to(k.dtype), **options).to(v.dtype)
 
-    def step(self, q, k, v, state, *, key_mask):
+    def step(self, q, k, v, state, *, x, key_mask):
         k, rates, shift = self._running(k, key_mask, None if state is None else state.shift)
         options = {"key_mask": key_mask, "decay": rates, "eps": TINY}
-        out, after = linear_stream(
-            self._queries(q), k, v.to(k.dtype), None if state is None else state.state, **options
-        )
+        before = None if state is None else state.state
+        out, after = linear_stream(self._queries(q), k, v.to(k.dtype), before, **options)
         return out.to(v.dtype), Shifted(after, shift)
 
     def state_size(self):
@@ -117,9 +120,11 @@ class Performer(Mixer):
     def _running(
         self, k: Tensor, key_mask: Tensor | None, before: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The keys' features under the running maximum m, the rates m_t - m_(t-1) per query head, and the last m.
+        """The keys' features under the running maximum m, the rates m_t - m_(t-1) per query head, and the
+        last m.
 
-        Until the first unmasked key there is no maximum and nothing to scale: m is then that key's (0 if there is none).
+        Until the first unmasked key there is no maximum and nothing to scale: m is then that key's (0 if
+        there is none).
         """
         e = self._key_exponents(k, key_mask)
         top = e.detach().amax(-1)  # (B, Hk, S)
@@ -133,17 +138,20 @@ class Performer(Mixer):
 
 @register("rfa")
 class RandomFeatureAttention(Mixer):
-    """Random Feature Attention (Peng et al., 2021, arXiv:2103.02143): softmax of directions by sines and cosines, or gated.
+    """Random Feature Attention (Peng et al., 2021, arXiv:2103.02143): softmax of directions by sines and
+    cosines, or gated.
 
-        s_ij = phi(q_i) . phi(k_j)      phi(x) = [sin(W y), cos(W y)] / sqrt(F)      y = sigma * x / |x|,  W ~ N(0, I)
+        s_ij = phi(q_i) . phi(k_j)      phi(x) = [sin(W y), cos(W y)] / sqrt(F)      y = sigma * x / |x|,  W ~
+                                        N(0, I)
 
-    sigma, one number per head and dimension, is learned from the option's value. Sums may be negative by chance, so the
-    normaliser is kept away from zero on its own side. With `gate`, causally,
+    sigma, one number per head and dimension, is learned from the option's value. Sums may be negative by
+    chance, so the normaliser is kept away from zero on its own side. With `gate`, causally,
 
         [S_t, z_t] = g_t [S_(t-1), z_(t-1)] + (1 - g_t) phi(k_t) [v_t, 1]^T        g_t = sigmoid(w . k_t + b)
 
-    which is the core's decay with rates -log g_t and keys scaled by 1 - g_t. The paper's gate reads the layer's input; a mixer
-    sees q, k and v only, so this one reads the head's key. b starts at 2: g = 0.88, a memory of about eight tokens.
+    which is the core's decay with rates -log g_t and keys scaled by 1 - g_t. The paper's gate reads the
+    layer's input; a mixer sees q, k and v only, so this one reads the head's key. b starts at 2: g = 0.88, a
+    memory of about eight tokens.
     """
 
     streaming = True
@@ -151,26 +159,25 @@ class RandomFeatureAttention(Mixer):
 
     def __init__(
         self,
-        heads: int,
-        head_dim: int,
-        max_length: int,
+        sizes: Sizes,
         *,
         features: int = 64,
         sigma: float = 1.0,
         gate: bool = False,
         seed: int = 0,
     ):
-        super().__init__(heads, head_dim, max_length)
+        super().__init__(sizes)
         if features < 1:
             raise ValueError(f"features must be at least 1; got {features}")
         if not sigma > 0:
             raise ValueError(f"sigma must be greater than 0; got {sigma}")
-        self.sigma = nn.Parameter(torch.full((heads, 1, head_dim), float(sigma)))
-        self.gate_weight = nn.Parameter(torch.zeros(heads, 1, head_dim)) if gate else None
-        self.gate_bias = nn.Parameter(torch.full((heads, 1), 2.0)) if gate else None
+        H, D = sizes.heads, sizes.head_dim
+        self.sigma = nn.Parameter(torch.full((H, 1, D), float(sigma)))
+        self.gate_weight = nn.Parameter(torch.zeros(H, 1, D)) if gate else None
+        self.gate_bias = nn.Parameter(torch.full((H, 1), 2.0)) if gate else None
         if gate:
             self.bidirectional = "with gate=True it is a recurrence over the past"
-        self.register_buffer("projection", torch.empty(features, head_dim))  # one draw for all heads
+        self.register_buffer("projection", torch.empty(features, sizes.head_dim))  # one draw for all heads
         self.redraw(seed)
 
     def redraw(self, seed: int | None = None) -> None:
@@ -183,18 +190,17 @@ class RandomFeatureAttention(Mixer):
         angle = (F.normalize(x.to(dtype), dim=-1) * self.sigma.to(dtype)) @ self.projection.to(dtype).mT
         return torch.cat([angle.sin(), angle.cos()], -1) / math.sqrt(len(self.projection))
 
-    def mix(self, q, k, v, *, causal, key_mask):
+    def mix(self, q, k, v, *, x, causal, key_mask):
         if causal:
             k, v, key_mask = _aligned(q.shape[2], k, v, key_mask)
         k, rates = self._gated(k)
         options = {"causal": causal, "key_mask": key_mask, "decay": rates}
         return linear_attention(self.phi(q), k, v.to(k.dtype), signed=True, **options).to(v.dtype)
 
-    def step(self, q, k, v, state, *, key_mask):
+    def step(self, q, k, v, state, *, x, key_mask):
         k, rates = self._gated(k)
-        out, state = linear_stream(
-            self.phi(q), k, v.to(k.dtype), state, signed=True, key_mask=key_mask, decay=rates
-        )
+        options = {"signed": True, "key_mask": key_mask, "decay": rates}
+        out, state = linear_stream(self.phi(q), k, v.to(k.dtype), state, **options)
         return out.to(v.dtype), state
 
     def state_size(self):
@@ -204,9 +210,8 @@ class RandomFeatureAttention(Mixer):
         phi = self.phi(k)
         if self.gate_weight is None or self.gate_bias is None:
             return phi, None
-        logit = (k.to(phi.dtype) * self.gate_weight.to(phi.dtype)).sum(-1) + self.gate_bias.to(
-            phi.dtype
-        )  # of g
+        weight, bias = self.gate_weight.to(phi.dtype), self.gate_bias.to(phi.dtype)
+        logit = (k.to(phi.dtype) * weight).sum(-1) + bias  # of g
         return phi * torch.sigmoid(-logit).unsqueeze(-1), F.softplus(-logit)  # 1 - g, and -log g
 
 
@@ -217,17 +222,11 @@ def _generator(seed: int | None) -> torch.Generator | None:
 def _aligned(
     length: int, k: Tensor, v: Tensor, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As many keys as queries, which rates per position need: keys no query may see are cut, missing ones are masked."""
+    """As many keys as queries, which rates per position need: keys no query may see are cut, missing ones are
+    masked.
+    """
     k, v, key_mask = k[:, :, :length], v[:, :, :length], None if key_mask is None else key_mask[:, :length]
     if missing := length - k.shape[2]:
-        key_mask = (
-            torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
-            if key_mask is None
-            else key_mask
-        )
-        k, v, key_mask = (
-            F.pad(k, (0, 0, 0, missing)),
-            F.pad(v, (0, 0, 0, missing)),
-            F.pad(key_mask, (0, missing)),
-        )
+        kept = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
+        k, v, key_mask = *(F.pad(t, (0, 0, 0, missing)) for t in (k, v)), F.pad(kept, (0, missing))
     return k, v, key_mask

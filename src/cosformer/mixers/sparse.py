@@ -1,43 +1,48 @@
 """Sparse mixers: softmax over a pattern of keys fixed by position, computed block by block.
 
-    local      |i - j| <= w, or either of i, j global                 Longformer (Beltagy et al., 2020, arXiv:2004.05150)
-    sparse     strided: |i - j| <= l or (i - j) mod l = 0             Sparse Transformer (Child et al., 2019, arXiv:1904.10509)
+    local      |i - j| <= w, or either of i, j global                 Longformer (Beltagy et al., 2020,
+               arXiv:2004.05150)
+    sparse     strided: |i - j| <= l or (i - j) mod l = 0             Sparse Transformer (Child et al., 2019,
+               arXiv:1904.10509)
                fixed:   i, j in one block of l, or j mod l >= l - c
-    bigbird    blocks: neighbours, global ones, a few random ones     BigBird (Zaheer et al., 2020, arXiv:2007.14062)
+    bigbird    blocks: neighbours, global ones, a few random ones     BigBird (Zaheer et al., 2020,
+               arXiv:2007.14062)
 
 Causal means j <= i on top. Patterns count positions from the first row, so padding belongs on the right.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from . import Mixer, register
+from . import Mixer, Sizes, register
 from .blocks import attend, join, kept, merge, places, split, take
-from .softmax import extend
+from .keys import extend
 
 ONE_SEQUENCE = "its pattern is laid out on the positions of one sequence"
 
 
 @register("local")
 class Local(Mixer):
-    """Sliding window of `window` keys on each side; the first `globals` tokens see and are seen by all. O(N window).
+    """Sliding window of `window` keys on each side; the first `globals` tokens see and are seen by all. O(N
+    window).
 
-    Longformer gives its global tokens projections of their own; a mixer has none, so here they share the others'.
+    Longformer gives its global tokens projections of their own; a mixer has none, so here they share the
+    others'.
     """
 
     cross = ONE_SEQUENCE
     streaming = True
+    layer_type = "sliding_attention"
 
-    def __init__(self, heads: int, head_dim: int, max_length: int, *, window: int = 256, globals: int = 0):
-        super().__init__(heads, head_dim, max_length)
+    def __init__(self, sizes: Sizes, *, window: int = 256, globals: int = 0):
+        super().__init__(sizes)
         if window < 0 or globals < 0:
             raise ValueError(f"window and globals must be 0 or more; got window {window}, globals {globals}")
         self.window, self.globals = window, globals
 
-    def mix(self, q, k, v, *, causal, key_mask):
+    def mix(self, q, k, v, *, x, causal, key_mask):
         L = q.shape[2]
         C = max(1, min(self.window, L))  # a block's window then lies in the block and its neighbours
         rows, inside = split(q, C), kept(k, key_mask, C)
@@ -62,18 +67,15 @@ class Local(Mixer):
             out = torch.cat([seen, out[:, :, g:]], 2)
         return out.to(q.dtype)
 
-    def step(self, q, k, v, state, *, key_mask):
-        cache = extend(state, k, v, key_mask)
-        lag = cache.at[-q.shape[2] :, None] - cache.at
-        allowed = (
-            (lag >= 0) & ((lag <= self.window) | (cache.at < self.globals)) & cache.key_mask[:, None, None, :]
-        )
-        out, _ = attend(q, cache.k, cache.v, allowed)
-        keep = (
-            ((cache.at > cache.position - 1 - self.window) | (cache.at < self.globals)).nonzero().squeeze(1)
-        )
-        k, v = (x.index_select(2, keep) for x in (cache.k, cache.v))
-        return out.to(q.dtype), replace(cache, k=k, v=v, key_mask=cache.key_mask[:, keep], at=cache.at[keep])
+    def step(self, q, k, v, state, *, x, key_mask):
+        keys = extend(state, k, v, key_mask)
+        lag = keys.at[-q.shape[2] :, None] - keys.at
+        allowed = (lag >= 0) & ((lag <= self.window) | (keys.at < self.globals))
+        if keys.key_mask is not None:
+            allowed = allowed & keys.key_mask[:, None, None, :]
+        out, _ = attend(q, keys.k, keys.v, allowed)
+        near = (keys.at >= keys.position - self.window) | (keys.at < self.globals)
+        return out.to(q.dtype), keys.keep(near.nonzero().squeeze(1))
 
     def state_size(self):
         return self.heads * min(self.max_length, self.window + self.globals) * 2 * self.head_dim
@@ -81,38 +83,38 @@ class Local(Mixer):
 
 @register("sparse")
 class Sparse(Mixer):
-    """Sparse Transformer (Child et al., 2019, arXiv:1904.10509): a head attends to the union of its pattern's two factors.
+    """Sparse Transformer (Child et al., 2019, arXiv:1904.10509): a head attends to the union of its pattern's
+    two factors.
 
         strided    A1 = {j : |i - j| <= l}                     A2 = {j : (i - j) mod l = 0}
         fixed      A1 = {j : floor(j / l) = floor(i / l)}      A2 = {j : j mod l >= l - c}
 
-    O(N (l + c N / l)), so O(N sqrt N) at l = sqrt(max_length), the default `stride`. `columns` is c, 8 by default (or l).
+    O(N (l + c N / l)), so O(N sqrt N) at l = sqrt(max_length), the default `stride`. `columns` is c, 8 by
+    default (or l).
     """
 
     cross = ONE_SEQUENCE
 
     def __init__(
         self,
-        heads: int,
-        head_dim: int,
-        max_length: int,
+        sizes: Sizes,
         *,
         pattern: str = "fixed",
         stride: int | None = None,
         columns: int | None = None,
     ):
-        super().__init__(heads, head_dim, max_length)
+        super().__init__(sizes)
         if pattern not in ("fixed", "strided"):
             raise ValueError(f"pattern must be 'fixed' or 'strided'; got {pattern!r}")
         self.pattern = pattern
-        self.stride = max(1, round(max_length**0.5)) if stride is None else stride
+        self.stride = max(1, round(sizes.max_length**0.5)) if stride is None else stride
         self.columns = min(8, self.stride) if columns is None else columns
         if self.stride < 1 or not 0 <= self.columns <= self.stride:
             raise ValueError(
                 f"stride must be at least 1, columns 0 to stride; got stride {stride}, columns {columns}"
             )
 
-    def mix(self, q, k, v, *, causal, key_mask):
+    def mix(self, q, k, v, *, x, causal, key_mask):
         L, C = q.shape[2], self.stride
         rows, keys, values, inside = split(q, C), split(k, C), split(v, C), kept(k, key_mask, C)
         i = torch.arange(rows.shape[2] * C, device=q.device).view(-1, C, 1)
@@ -148,11 +150,13 @@ class Sparse(Mixer):
 
 @register("bigbird")
 class BigBird(Mixer):
-    """BigBird (Zaheer et al., 2020, arXiv:2007.14062), blocks of `block` tokens: O(N block (window + globals + random)).
+    """BigBird (Zaheer et al., 2020, arXiv:2007.14062), blocks of `block` tokens: O(N block (window + globals
+    + random)).
 
-    A block sees `window` blocks around it (an odd number, itself the middle), the global blocks, and `random` others drawn per
-    head and block; a global block sees everything. `global_blocks` counts from the end where negative: (0, -1), the first and
-    last, is the released model's choice. The end is that of each row's own keys, so padding changes nothing.
+    A block sees `window` blocks around it (an odd number, itself the middle), the global blocks, and `random`
+    others drawn per head and block; a global block sees everything. `global_blocks` counts from the end where
+    negative: (0, -1), the first and last, is the released model's choice. The end is that of each row's own
+    keys, so padding changes nothing.
     """
 
     causal = "its global and random blocks look ahead; the paper uses it in encoders"
@@ -161,9 +165,7 @@ class BigBird(Mixer):
 
     def __init__(
         self,
-        heads: int,
-        head_dim: int,
-        max_length: int,
+        sizes: Sizes,
         *,
         block: int = 64,
         window: int = 3,
@@ -171,14 +173,17 @@ class BigBird(Mixer):
         random: int = 3,
         seed: int = 0,
     ):
-        super().__init__(heads, head_dim, max_length)
+        super().__init__(sizes)
         if block < 1 or window < 1 or window % 2 == 0 or random < 0:
             raise ValueError(
-                f"block must be at least 1, window odd, random 0 or more; got block {block}, window {window}, random {random}"
+                f"block must be at least 1, window odd, random 0 or more; got block {block}, window "
+                f"{window}, random {random}"
             )
         self.block, self.window, self.global_blocks = block, window, tuple(global_blocks)
-        # Numbers below 2^31, not blocks: scaled to the blocks a row has, they are a draw for every length, in linear memory.
-        self.register_buffer("draw", torch.empty(heads, -(-max_length // block), random, dtype=torch.int64))
+        # Numbers below 2^31, not blocks: scaled to the blocks a row has, they are a draw for every length, in
+        # linear memory.
+        blocks = -(-sizes.max_length // block)
+        self.register_buffer("draw", torch.empty(sizes.heads, blocks, random, dtype=torch.int64))
         self.redraw(seed)
 
     def redraw(self, seed: int | None = None) -> None:
@@ -187,7 +192,9 @@ class BigBird(Mixer):
         self.draw.copy_(torch.randint(2**31, self.draw.shape, generator=generator))
 
     def pattern(self, inside: Tensor) -> tuple[Tensor, Tensor]:
-        """The global blocks (B, g) and each query block's key blocks (B, H, n, W), -1 for none; `inside` is from `kept`."""
+        """The global blocks (B, g) and each query block's key blocks (B, H, n, W), -1 for none; `inside` is
+        from `kept`.
+        """
         n = inside.shape[1]
         block = torch.arange(n, device=inside.device)
         count = (
@@ -212,7 +219,7 @@ class BigBird(Mixer):
             seen = torch.cat([seen, pick.masked_fill(free < 1, -1)[..., None]], -1)
         return lead[:, 0, 0], seen
 
-    def mix(self, q, k, v, *, causal, key_mask):
+    def mix(self, q, k, v, *, x, causal, key_mask):
         L, C = q.shape[2], self.block
         if L > self.draw.shape[1] * C:
             raise ValueError(
@@ -239,7 +246,9 @@ def _neighbours(n: int, causal: bool, device: torch.device) -> Tensor:
 
 
 def _past(allowed: Tensor, i: Tensor, j: Tensor, causal: bool) -> Tensor:
-    """What of `allowed` (.., n, C, K) causality leaves, for queries at i (n, C, 1) and keys at j (.., n or 1, K)."""
+    """What of `allowed` (.., n, C, K) causality leaves, for queries at i (n, C, 1) and keys at j (.., n or 1,
+    K).
+    """
     return allowed & (j[..., None, :] <= i) if causal else allowed
 
 

@@ -1,33 +1,23 @@
-"""What the operators accept: each check names the argument, what was given and what is accepted."""
+"""What the operators accept: each check names the argument, what was given and what is accepted.
+
+Checks of values (are rates finite, do boundaries rise) are made where the values can be read at once. On
+another device they would make the host wait for it, so there they are left out.
+"""
 
 import math
 from collections.abc import Sequence
 from numbers import Real
+from typing import TypeGuard
 
 import torch
 from torch import Tensor
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+from .call import DTYPES, Call, Inputs, sum_dtype
 
 Horizon = float | Sequence[float] | Tensor
 Rates = float | Sequence[float] | Tensor
 
-
-def autocasting(x: object) -> bool:
-    return (
-        isinstance(x, Tensor)
-        and torch.amp.is_autocast_available(x.device.type)
-        and torch.is_autocast_enabled(x.device.type)
-    )
-
-
-def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Under autocast q, k and v enter in the autocast dtype, as in scaled_dot_product_attention; sums stay in float32."""
-    if not autocasting(q):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(q.device.type)
-    q, k, v = (x.to(dtype) if isinstance(x, Tensor) and x.dtype in DTYPES[1:] else x for x in (q, k, v))
-    return q, k, v
+_NUMBERS = (int, float, Real, torch.SymInt, torch.SymFloat)
 
 
 def check_tensors(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> None:
@@ -57,23 +47,36 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> N
     if problem:
         raise ValueError(f"{problem}; got q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}")
     if key_mask is not None:
-        if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
-            given = key_mask.dtype if isinstance(key_mask, Tensor) else type(key_mask).__name__
-            raise TypeError(f"key_mask must be a bool tensor, True = keep; got {given}")
-        if key_mask.shape != (k.shape[0], k.shape[2]):
-            raise ValueError(
-                f"key_mask must have shape (batch, keys) = {(k.shape[0], k.shape[2])}; got {tuple(key_mask.shape)}"
-            )
-        if key_mask.device != k.device:
-            raise ValueError(f"key_mask must be on k's device {k.device}; got {key_mask.device}")
+        _check_mask(key_mask, k)
 
 
-def check_packed(q: Tensor, k: Tensor, cu_seqlens: Tensor, q_offset: int) -> None:
-    if (
-        not isinstance(cu_seqlens, Tensor)
-        or cu_seqlens.dtype not in (torch.int32, torch.int64)
-        or cu_seqlens.ndim != 1
-    ):
+def _check_mask(key_mask: Tensor, k: Tensor) -> None:
+    if not isinstance(key_mask, Tensor) or key_mask.dtype != torch.bool:
+        given = key_mask.dtype if isinstance(key_mask, Tensor) else type(key_mask).__name__
+        raise TypeError(f"key_mask must be a bool tensor, True = keep; got {given}")
+    expected = (k.shape[0], k.shape[2])
+    if key_mask.shape != expected:
+        raise ValueError(f"key_mask must have shape (batch, keys) = {expected}; got {tuple(key_mask.shape)}")
+    if key_mask.device != k.device:
+        raise ValueError(f"key_mask must be on k's device {k.device}; got {key_mask.device}")
+
+
+def check_offset(q_offset: int) -> None:
+    if not isinstance(q_offset, int | torch.SymInt) or isinstance(q_offset, bool):
+        kind = type(q_offset).__name__
+        raise TypeError(
+            f"q_offset must be an int, the position of the first query among the keys; got {kind}"
+        )
+    if q_offset < 0:
+        raise ValueError(
+            f"q_offset is {q_offset}; the first query's position among the keys must be 0 or more"
+        )
+
+
+def boundaries(cu_seqlens: Tensor, q: Tensor, k: Tensor, q_offset: int) -> Tensor:
+    """The boundaries of packed sequences, on the CPU: the one transfer that waits for a device."""
+    kinds = (torch.int32, torch.int64)
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in kinds or cu_seqlens.ndim != 1:
         raise TypeError(
             f"cu_seqlens must be a 1-D int32 or int64 tensor of sequence boundaries; got {shown(cu_seqlens)}"
         )
@@ -82,15 +85,7 @@ def check_packed(q: Tensor, k: Tensor, cu_seqlens: Tensor, q_offset: int) -> Non
             "cu_seqlens packs sequences into one batch row, with as many queries as keys and q_offset 0; "
             f"got q {tuple(q.shape)}, k {tuple(k.shape)}, q_offset {q_offset}"
         )
-
-
-def check_boundaries(cu_seqlens: Tensor, length: int, horizons: list[float]) -> Tensor:
-    """The boundaries on the CPU, after the checks that need their values."""
-    cu = cu_seqlens.to("cpu", torch.int64)
-    if len(cu) < 2 or cu[0] != 0 or cu[-1] != length or bool((cu.diff() < 0).any()):
-        raise ValueError(f"cu_seqlens must rise from 0 to the packed length {length}; got {cu.tolist()}")
-    check_reach(horizons, int(cu.diff().max()) - 1)
-    return cu
+    return cu_seqlens if cu_seqlens.is_meta else cu_seqlens.to("cpu", torch.int64)
 
 
 def horizon_list(horizon: Horizon, heads: int) -> list[float]:
@@ -101,14 +96,14 @@ def horizon_list(horizon: Horizon, heads: int) -> list[float]:
                 f"horizon must be one number or one per head ({heads}); got shape {tuple(horizon.shape)}"
             )
         horizon = horizon.tolist()
-    if isinstance(horizon, Sequence) and not isinstance(horizon, str):
+    if _is_number(horizon):
+        values = [float(horizon)]
+    elif isinstance(horizon, Sequence) and not isinstance(horizon, str):
         if len(horizon) not in (1, heads):
             raise ValueError(
                 f"horizon must be one number or one per head ({heads}); got {len(horizon)} numbers"
             )
         values = [float(h) for h in horizon]
-    elif isinstance(horizon, Real | torch.SymInt | torch.SymFloat) and not isinstance(horizon, bool):
-        values = [float(horizon)]
     else:
         raise TypeError(f"horizon must be a number, or one per head; got {shown(horizon)}")
     for value in values:
@@ -117,18 +112,18 @@ def horizon_list(horizon: Horizon, heads: int) -> list[float]:
     return values
 
 
-def check_reach(horizons: list[float], back: int, ahead: int = 0, *, remedy: str = "pass") -> None:
+def check_reach(horizons: Sequence[float], back: int, ahead: int = 0, *, remedy: str = "pass") -> None:
     """Beyond the horizon the cosine is negative and the normaliser meaningless, so such a call has no answer.
 
-    A key exactly at the horizon weighs nothing. Behind the query that is harmless; ahead of it, where positions themselves can
-    pass the horizon, float32 cannot tell that nothing from less than nothing.
+    A key exactly at the horizon weighs nothing. Behind the query that is harmless; ahead of it, where
+    positions themselves can pass the horizon, float32 cannot tell that nothing from less than nothing.
     """
     for value in horizons:
         if back > value or ahead >= value:
             distance = max(back, ahead)
             raise ValueError(
-                f"horizon is {value:g}, but positions can lie {distance} apart here; {remedy} a horizon of more than {distance} "
-                "(or math.inf, which drops the cosine)"
+                f"horizon is {value:g}, but positions can lie {distance} apart here; {remedy} a horizon of "
+                f"more than {distance} (or math.inf, which drops the cosine)"
             )
 
 
@@ -141,7 +136,7 @@ def rate_list(decay: Rates, heads: int) -> list[float]:
     """One rate per head as a list, from one number or one per head."""
     given = decay.tolist() if isinstance(decay, Tensor) and decay.ndim < 2 else decay
     values = list(given) if isinstance(given, Sequence) and not isinstance(given, str) else [given] * heads
-    if not all(isinstance(r, Real | torch.SymFloat) and not isinstance(r, bool) for r in values):
+    if not all(map(_is_number, values)):
         raise TypeError(f"decay must be one rate, or one per head ({heads}), as numbers; got {shown(decay)}")
     if len(values) != heads or not all(0 <= r < math.inf for r in values):
         raise ValueError(
@@ -150,17 +145,18 @@ def rate_list(decay: Rates, heads: int) -> list[float]:
     return [float(r) for r in values]
 
 
-def rates_of(decay: Rates | None, q: Tensor, k: Tensor, *, self_attention: bool) -> Tensor | None:
-    if decay is None:
-        return None
+def rates_of(decay: Rates, q: Tensor, k: Tensor, *, self_attention: bool) -> Tensor:
+    """The rates as a tensor (H,) or (B, H, S) in the dtype of sums."""
     (B, H, _, _), S = q.shape, k.shape[2]
     if not isinstance(decay, Tensor):
-        decay = torch.tensor(rate_list(decay, H), dtype=torch.float64, device=q.device)
+        numbers = torch.tensor(rate_list(decay, H), dtype=sum_dtype(q.dtype), device="cpu")
+        decay = numbers.to(q.device, non_blocking=True)
     if not decay.is_floating_point():
         raise TypeError(f"decay must be a floating-point tensor of rates; got {shown(decay)}")
     if decay.shape != (H,) and decay.shape != (B, H, S):
         raise ValueError(
-            f"decay must have shape (heads,) = {(H,)} or (batch, heads, keys) = {(B, H, S)}; got {tuple(decay.shape)}"
+            f"decay must have shape (heads,) = {(H,)} or (batch, heads, keys) = {(B, H, S)}; "
+            f"got {tuple(decay.shape)}"
         )
     if decay.ndim == 3 and not self_attention:
         raise ValueError(
@@ -168,57 +164,61 @@ def rates_of(decay: Rates | None, q: Tensor, k: Tensor, *, self_attention: bool)
         )
     if decay.device != q.device:
         raise ValueError(f"decay must be on q's device {q.device}; got {decay.device}")
-    return decay.to(torch.float64 if q.dtype == torch.float64 else torch.float32)
+    sums = sum_dtype(q.dtype)
+    return decay if decay.dtype == sums else decay.to(sums)
 
 
-def check_rate_values(decay: Tensor) -> None:
-    if not bool(((decay >= 0) & (decay < math.inf)).all()):
-        least, most = decay.min().item(), decay.max().item()
+def check_state(tensor: Tensor, made: Sequence[float] | None, q: Tensor, v: Tensor, call: Call) -> None:
+    """`made` is the horizon in the state's sums, which mean nothing under another; None if not known."""
+    if made is not None and made != call.horizons:
+        heads = max(len(made), len(call.horizons))  # one for all is the same as one per head
+        if list(made) * (heads // len(made)) != list(call.horizons) * (heads // len(call.horizons)):
+            given, bound = _numbers(call.horizons), _numbers(made)
+            raise ValueError(
+                f"horizon is {given}, but the state was made with {bound} and is bound to it; "
+                f"pass {bound}, or start again, without a state, with {given}"
+            )
+    expected = call.state_shape(q, v)
+    if tensor.shape != expected:
         raise ValueError(
-            f"decay rates must be finite and 0 or more; those given reach from {least:g} to {most:g}"
+            f"state must have shape (batch, heads, features, value size + 1) = {expected}; "
+            f"got {tuple(tensor.shape)}"
         )
-
-
-def check_state(tensor: Tensor, q: Tensor, v: Tensor, horizons: list[float]) -> None:
-    expected = state_shape(q, v, horizons)
-    if tuple(tensor.shape) != expected:
-        raise ValueError(
-            f"state must have shape (batch, heads, features, value size + 1) = {expected}; got {tuple(tensor.shape)}"
-        )
-    dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
+    dtype = sum_dtype(q.dtype)
     if tensor.dtype != dtype or tensor.device != q.device:
         raise TypeError(f"state must be {dtype} on {q.device}; got {tensor.dtype} on {tensor.device}")
 
 
-def check_state_horizons(made: Sequence[float] | None, horizons: list[float]) -> None:
-    """A state's sums hold the cosine of the horizon it was made with; under another they mean nothing. None is not known."""
-    if made is None:
-        return
-    heads = max(len(made), len(horizons))
-    if list(made) * (heads // len(made)) != horizons * (
-        heads // len(horizons)
-    ):  # one for all is the same as one per head
-        raise ValueError(
-            f"horizon is {_numbers(horizons)}, but the state was made with {_numbers(made)} and is bound to it; "
-            f"pass {_numbers(made)}, or start again, without a state, with {_numbers(horizons)}"
-        )
+def readable(x: Tensor) -> bool:
+    """Whether its values can be read without waiting for a device."""
+    return x.is_cpu
+
+
+def check_values(x: Inputs, call: Call) -> None:
+    """The checks that need values, of what can be read."""
+    if x.decay is not None and x.decay.numel() and readable(x.decay):
+        least, most = (bound.item() for bound in x.decay.aminmax())
+        if not (0 <= least and most < math.inf):  # nor if one is NaN, which both then are
+            raise ValueError(
+                f"decay rates must be finite and 0 or more; those given reach from {least:g} to {most:g}"
+            )
+    if x.cu_seqlens is not None:
+        cu, length = x.cu_seqlens.tolist(), x.q.shape[2]
+        lengths = [b - a for a, b in zip(cu[:-1], cu[1:], strict=True)]
+        if not lengths or cu[0] != 0 or cu[-1] != length or min(lengths) < 0:
+            raise ValueError(f"cu_seqlens must rise from 0 to the packed length {length}; got {cu}")
+        check_reach(call.horizons, max(lengths) - 1)
+
+
+def _is_number(x: object) -> TypeGuard[float]:
+    return isinstance(x, _NUMBERS) and not isinstance(x, bool)
 
 
 def _numbers(values: Sequence[float]) -> str:
     return f"{values[0]:g}" if len(values) == 1 else f"[{', '.join(f'{x:g}' for x in values)}]"
 
 
-def state_shape(q: Tensor, v: Tensor, horizons: list[float]) -> tuple[int, int, int, int]:
-    return q.shape[0], q.shape[1], q.shape[3] * (1 if no_cosine(horizons) else 2), v.shape[3] + 1
-
-
-def no_cosine(horizons: Sequence[float]) -> bool:
-    return all(h == math.inf for h in horizons)
-
-
 def shown(x: object) -> str:
-    return (
-        f"a {x.dtype} tensor of shape {tuple(x.shape)}"
-        if isinstance(x, Tensor)
-        else f"{type(x).__name__} {x!r}"
-    )
+    if isinstance(x, Tensor):
+        return f"a {x.dtype} tensor of shape {tuple(x.shape)}"
+    return f"{type(x).__name__} {x!r}"

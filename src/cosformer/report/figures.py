@@ -1,295 +1,206 @@
-"""The page's figures as data: which lines are in a panel, its caption, what to see. Drawing them is plots.py's job."""
+"""The page's figures as data: which lines are in a panel, and what the caption says of them."""
 
-import dataclasses
-import math
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import mean
+from statistics import fmean
+from typing import ClassVar
 
-from .results import Cell, Experiment, Results
-from .style import digits, listed, looks, metric_name, percent
-from .summary import OURS, THEIRS, name
-
-Points = list[tuple[float, float]]
-
-
-@dataclass(frozen=True)
-class Line:
-    mixer: str
-    points: Points
-    band: list[tuple[float, float, float]] = dataclasses.field(
-        default_factory=list
-    )  # (x, low, high) over seeds
-    variant: str = ""
-
-
-@dataclass(frozen=True)
-class Panel:
-    """One pair of axes; with `log` both are logarithmic."""
-
-    id: str
-    title: str  # of the vertical axis, written above it
-    x: str
-    lines: list[Line]
-    log: bool = False
-    crossings: Points = dataclasses.field(default_factory=list)
-    scatter: bool = False
-    ceiling: float | None = None  # where the vertical axis ends, if not above the highest point
+from ..results import Cost
+from . import costs
+from .cells import Cell, Experiment, Measured, span
+from .chart import Line, Panel
+from .style import count, digits, ident, looks, metric_name, name, percent
+from .tables import Column, Entry, Lines, Table
 
 
 @dataclass(frozen=True)
 class Figure:
+    template: ClassVar[str] = "figure.html"
     id: str
     title: str
     caption: str
     panels: list[Panel]
 
-
-def fit(points: Points) -> float | None:
-    """The exponent b of y ~ x^b: least squares on logarithms over the longest four lengths; None below two."""
-    logs = [(math.log(x), math.log(y)) for x, y in sorted(points)[-4:] if x > 0 and y > 0]
-    if len({x for x, _ in logs}) < 2:
-        return None
-    mx, my = (sum(p[i] for p in logs) / len(logs) for i in (0, 1))
-    return sum((x - mx) * (y - my) for x, y in logs) / sum((x - mx) ** 2 for x, _ in logs)
+    def mixers(self) -> set[str]:
+        return {line.mixer for panel in self.panels for line in panel.lines}
 
 
-def crossing(a: Points, b: Points) -> tuple[float, float] | None:
-    """Where curve a first passes curve b, between two lengths both have; straight lines on log axes."""
-    first, second = dict(a), dict(b)
-    both = sorted(x for x in first.keys() & second.keys() if first[x] > 0 and second[x] > 0)
-    gaps = [(x, math.log(first[x] / second[x])) for x in both]
-    for (x0, g0), (x1, g1) in zip(gaps, gaps[1:]):
-        if g0 * g1 < 0:
-            share = g0 / (g0 - g1)
-            x = math.exp(math.log(x0) + share * math.log(x1 / x0))
-            return x, math.exp(math.log(first[x0]) + share * math.log(first[x1] / first[x0]))
-    return None
+def _title(text: str) -> str:
+    return textwrap.shorten(text, 54, placeholder=" …")
 
 
-def ident(*words: object) -> str:
-    """Letters, digits and hyphens: a file name, and part of an id."""
-    text = "-".join(str(w) for w in words if w not in (None, ""))
-    return "-".join("".join(c if c.isascii() and c.isalnum() else " " for c in text).split()).lower() or "x"
+def _seeds(experiments: list[Experiment]) -> str:
+    return " Lines are means over seeds, bands their range." if any(e.seeds > 1 for e in experiments) else ""
 
 
-def learning(experiments: list[Experiment], id_: str) -> Figure | None:
+def learning(experiments: list[Experiment]) -> Figure | None:
     """Loss against tokens and against seconds, the mean over seeds; two panels a task."""
     panels, lowest = [], []
     for number, e in enumerate(experiments):
-        held = all(len(_curve(c, "eval_loss", "tokens")) > 1 for c in e.cells if c.done)
+        held = all(len(_curve(cell, "eval_loss", "tokens").points) > 1 for cell in e.cells if cell.done)
         loss, title = ("eval_loss", "held-out loss") if held else ("loss", "training loss")
-        if len(experiments) > 1:
-            title = f"{textwrap.shorten(e.title, 48)}\n{title}"
+        several = len(experiments) > 1
         drawn = []
         for x, label in (("tokens", "tokens seen"), ("seconds", "seconds of training")):
-            lines = [
-                Line(c.mixer, p, _band(c, loss, x), c.variant)
-                for c in e.cells
-                if len(p := _curve(c, loss, x)) > 1
-            ]
+            lines = [line for cell in e.cells if len((line := _curve(cell, loss, x)).points) > 1]
             if lines:
-                drawn.append(
-                    Panel(
-                        ident("learning", id_, number, e.task, x),
-                        title,
-                        label,
-                        lines,
-                        ceiling=_ceiling(lines),
-                    )
-                )
+                id_ = ident("learning", e.row.group, number, e.row.task, x)
+                heading = _title(e.row.title) if several else ""
+                drawn.append(Panel(id_, title, label, lines, heading, reach=_reach(lines)))
         if drawn:
             best = name(min(drawn[0].lines, key=lambda line: line.points[-1][1]).mixer)
-            lowest.append(f"{best} on {e.title}" if len(experiments) > 1 else best)
+            lowest.append(f"{best} on {e.row.title}" if several else best)
         panels += drawn
     if not panels:
         return None
-    caption = f"What each mixer learns from the same tokens, and in the same time. Lowest at the end: {'; '.join(lowest)}."
-    if any(p.ceiling for p in panels):
+    caption = "What each mixer learns from the same tokens, and in the same time."
+    caption += f" Lowest at the end: {'; '.join(lowest)}."
+    if any(panel.reach for panel in panels):
         caption += " The first tenth of the training runs out of the frame."
-    if any(e.seeds > 1 for e in experiments):
-        caption += " Lines are means over seeds, bands their range."
-    return Figure(ident("learning", id_), "Learning", caption, panels)
+    return Figure(
+        ident("learning", experiments[0].row.group), "Learning", caption + _seeds(experiments), panels
+    )
 
 
-def _ceiling(lines: list[Line]) -> float | None:
-    """The highest loss after a tenth of each training: the fall at the start would flatten all that differs."""
+def _reach(lines: list[Line]) -> tuple[float, float] | None:
+    """The losses after a tenth of each training: the first fall would flatten all that differs."""
     later = [y for line in lines for x, y in line.points if x > 0.1 * line.points[-1][0]]
-    if not later:
-        return None
-    low, high = min(later), max(later)
-    top = high + 0.08 * (high - low)
-    return top if top < max(y for line in lines for _, y in line.points) else None
+    highest = max(y for line in lines for _, y in line.points)
+    return (min(later), max(later)) if later and min(later) < max(later) < highest else None
 
 
-def _by_step(cell: Cell, field: str, x: str) -> list[list[tuple[float, float]]]:
-    """For each step that every seed has, the (x, value) of each seed."""
+def _curve(cell: Cell, loss: str, x: str) -> Line:
+    """A loss at the steps that every seed has."""
     seeds = []
     for row in cell.done:
-        kept = [p for p in row.get("curve") or [] if p.get(x) is not None and p.get(field) is not None]
-        seeds.append(
-            {i if p.get("step") is None else p["step"]: (p[x], p[field]) for i, p in enumerate(kept)}
-        )
-    steps = sorted(set.intersection(*(set(s) for s in seeds))) if seeds else []
-    return [[s[step] for s in seeds] for step in steps]
+        whole = [point for point in row.curve if {"step", x, loss} <= point.keys()]
+        seeds.append({point["step"]: (point[x], point[loss]) for point in whole})
+    steps = sorted(set.intersection(*map(set, seeds))) if seeds else []
+    at = [zip(*(seed[step] for seed in seeds)) for step in steps]
+    return _line(cell.mixer, [(fmean(places), values) for places, values in at])
 
 
-def _curve(cell: Cell, field: str, x: str) -> Points:
-    return [(mean(p[0] for p in at), mean(p[1] for p in at)) for at in _by_step(cell, field, x)]
+def _line(mixer: str, at: Iterable[tuple[float, Sequence[float]]]) -> Line:
+    """The means over seeds, and their range; `at` holds a place and the values of all seeds there."""
+    found = [(x, span(values)) for x, values in at]
+    band = [(x, value.low, value.high) for x, value in found if value and value.seeds > 1]
+    return Line(mixer, [(x, value.mean) for x, value in found if value], band)
 
 
-def _band(cell: Cell, field: str, x: str) -> list[tuple[float, float, float]]:
-    if len(cell.done) < 2:
-        return []
-    return [
-        (sum(p[0] for p in at) / len(at), min(p[1] for p in at), max(p[1] for p in at))
-        for at in _by_step(cell, field, x)
-    ]
-
-
-def cost_groups(results: Results, work: str) -> Iterator[tuple[str, list[dict]]]:
-    """Rows that may stand in one table, with what they are: of one kind of work, whole model or operator, causal or not."""
-    groups: dict[tuple, list[dict]] = {}
-    for row in results.cost:
-        if row["work"] == work:
-            key = (row.get("what") or "operator", row.get("causal", True), row.get("heads"), row.get("size"))
-            groups.setdefault(key, []).append(row)
-    for (what, causal, heads, size), rows in sorted(
-        groups.items(), key=lambda g: (g[0][0] != "model", not g[0][1])
-    ):
-        shape = f", {heads:g} heads of {size:g}" if heads and size else ""
-        what = {"model": "a whole model", "operator": "one attention alone"}.get(what, what)
-        yield f"{what}, {'causal' if causal else 'not causal'}{shape}", rows
-
-
-def points(rows: list[dict], mixer: str, field: str, scale: float = 1.0) -> Points:
-    return sorted(
-        (r["length"], r[field] * scale) for r in rows if r["mixer"] == mixer and (r.get(field) or 0) > 0
-    )
-
-
-def training_cost(results: Results) -> list[Figure]:
-    """Time and memory against length on log axes, with exponents and crossings."""
-    figures = []
-    for number, (what, rows) in enumerate(cost_groups(results, "training")):
-        if len({r["length"] for r in rows}) < 2:
-            continue
-        mixers = list(looks(r["mixer"] for r in rows))
-        panels = []
-        for quantity, title in (
-            ("ms", "time of forward and backward, ms"),
-            ("memory_mib", "peak memory, MiB"),
-        ):
-            lines = [Line(m, p) for m in mixers if len(p := points(rows, m, quantity)) > 1]
-            cross = [c for _, _, c in _pairs(rows, quantity)] if quantity == "ms" else []
-            if lines:
-                panels.append(
-                    Panel(
-                        ident("cost", number, quantity),
-                        title,
-                        "length, tokens",
-                        lines,
-                        log=True,
-                        crossings=cross,
-                    )
-                )
-        caption = f"Training {what}. {growth_text(rows, mixers)} {crossing_text(rows)}".strip()
-        figures.append(Figure(ident("cost", number), "Cost against length", caption, panels))
-    return figures
-
-
-def growth_text(rows: list[dict], mixers: list[str]) -> str:
-    slopes = [(name(m), slope) for m in mixers if (slope := fit(points(rows, m, "ms"))) is not None]
+def recall(experiments: list[Experiment]) -> Figure | None:
+    """Accuracy against the number of pairs, one panel a length."""
+    asked = [e for e in experiments if isinstance(e.row.settings.get("pairs"), int)]
+    asked.sort(key=lambda e: e.row.settings["pairs"])
+    panels = []
+    for length in sorted({e.row.length for e in asked}):
+        found: dict[str, list[tuple[float, list[float]]]] = {}
+        for e in asked:
+            for cell in e.cells:
+                if e.row.length == length and cell.value:
+                    values = [100 * row.value for row in cell.done if row.value is not None]
+                    found.setdefault(cell.mixer, []).append((e.row.settings["pairs"], values))
+        lines = [_line(mixer, at) for mixer, at in found.items()]
+        if any(len(line.points) > 1 for line in lines):
+            id_, heading = ident("recall", length), f"{length:,} tokens"
+            title, x = "accuracy, %", "pairs to remember"
+            panels.append(Panel(id_, title, x, lines, heading, "x", reach=(0.0, 100.0)))
+    caption = "How many pairs of key and value each mixer remembers: every key is asked for once."
     return (
-        "Fitted to the longest four lengths, time grows as "
-        + listed([f"n^{s:.2f} ({m})" for m, s in slopes])
-        + "."
-        if slopes
-        else ""
+        Figure("recall", "Accuracy against the number of pairs", caption + _seeds(asked), panels)
+        if panels
+        else None
     )
 
 
-def _pairs(rows: list[dict], field: str) -> list[tuple[str, str, tuple[float, float]]]:
-    """Our mixer and each softmax that it passes."""
-    ours = next((m for m in OURS if any(r["mixer"] == m for r in rows)), OURS[0])
-    found = [(ours, m, crossing(points(rows, ours, field), points(rows, m, field))) for m in THEIRS]
-    return [(a, b, c) for a, b, c in found if c]
+def positions(experiments: list[Experiment], measured: Measured) -> Figure | None:
+    """Loss against the position in the context: does more context help?"""
+    panels: list[Panel] = []
+    for subject in dict.fromkeys(e.row.subject for e in experiments):
+        rows = [row for row in measured.positions if row.subject == subject]
+        lines = []
+        for mixer in looks(row.mixer for row in rows):
+            seeds = [row for row in rows if row.mixer == mixer]
+            lines.append(_line(mixer, zip(seeds[0].ends, zip(*(row.loss for row in seeds)))))
+        if any(len(line.points) > 1 for line in lines):
+            id_, heading = ident("positions", len(panels), subject), _title(measured.titles[subject])
+            title, x = "loss, nats a token", "position in the context"
+            panels.append(Panel(id_, title, x, lines, heading, "x"))
+    caption = (
+        "Loss by the position in the context, on the test set: a line that still falls uses more context."
+    )
+    caption += _seeds(experiments)
+    return Figure("positions", "Loss against context", caption, panels) if panels else None
 
 
-def crossing_text(rows: list[dict]) -> str:
-    """Where the time of our mixer crosses softmax's, or which is ahead throughout."""
-    ours = next((m for m in OURS if any(r["mixer"] == m for r in rows)), OURS[0])
-    mine, said = dict(points(rows, ours, "ms")), []
-    crossed = {b: c for _, b, c in _pairs(rows, "ms")}
-    for softmax in THEIRS:
-        theirs = dict(points(rows, softmax, "ms"))
-        if both := sorted(mine.keys() & theirs.keys()):
-            if softmax in crossed:
-                said.append(
-                    f"The ring marks where {name(ours)} and {name(softmax)} cross, near {digits(crossed[softmax][0])} tokens."
-                )
-            else:
-                word = "faster" if mine[both[-1]] < theirs[both[-1]] else "slower"
-                said.append(f"{name(ours)} is {word} than {name(softmax)} at every length measured.")
-    return " ".join(said)
+def cost_panels(rows: list[Cost], id_: str) -> list[Panel]:
+    """A panel for each kind of cost measured at two lengths or more; a ring where ours crosses softmax."""
+    panels = []
+    place = costs.Contest(rows).crossing
+    x = {"decoding": "tokens of context"}.get(rows[0].work, "length, tokens")
+    for kind in costs.KINDS[rows[0].work]:
+        curves = {mixer: costs.points(rows, mixer, kind) for mixer in costs.mixers(rows)}
+        if lines := [Line(mixer, curve) for mixer, curve in curves.items() if len(curve) > 1]:
+            rings = [place] if place and kind is costs.TIME else []
+            panels.append(Panel(f"{id_}-{kind.id}", kind.title, x, lines, log="xy", rings=rings))
+    return panels
 
 
-def decoding_cost(results: Results) -> list[Figure]:
-    figures = []
-    for number, (what, rows) in enumerate(cost_groups(results, "decoding")):
-        mixers = list(looks(r["mixer"] for r in rows))
-        panels = []
-        for quantity, title, scale in (
-            ("ms", "time per token, ms", 1.0),
-            ("cache_bytes", "cache, MiB", 2.0**-20),
-        ):
-            lines = [Line(m, p) for m in mixers if len(p := points(rows, m, quantity, scale)) > 1]
-            if lines:
-                panels.append(
-                    Panel(ident("decoding", number, quantity), title, "tokens of context", lines, log=True)
-                )
-        flat = [
-            name(m) for m in mixers if len(c := {y for _, y in points(rows, m, "cache_bytes")}) == 1 and c
-        ]
-        caption = f"Decoding with {what}: what the next token costs after a context. "
-        caption += (
-            f"A flat line is a cost that does not grow; the cache of {listed(flat)} does not." if flat else ""
-        )
-        if panels:
-            figures.append(Figure(ident("decoding", number), "Decoding", caption.strip(), panels))
-    return figures
+def cost(what: str, rows: list[Cost], number: int) -> Figure | None:
+    """What the work costs against length, on log axes."""
+    id_ = f"{rows[0].work}-{number}"
+    title, said = "Cost against length", [f"Training {what}.", costs.growth_text(rows)]
+    if rows[0].work == "decoding":
+        title, said = "Decoding", [f"Decoding with {what}: what the next token costs after a context."]
+    panels = cost_panels(rows, id_)
+    said.append(costs.Contest(rows).crossing_text())
+    return Figure(id_, title, " ".join(filter(None, said)), panels) if panels else None
 
 
-def trade(results: Results) -> Figure | None:
+def trade(measured: Measured) -> Figure | None:
     """Quality against the speed of training, one panel a task."""
     panels = []
-    for number, e in enumerate(results.experiments):
+    for number, e in enumerate(measured.experiments):
         lines = []
-        scale = 100.0 if percent(e.metric) else 1.0
-        for c in e.cells:
-            rate, value = c.over_seeds("tokens_per_second"), c.value
+        scale = 100.0 if percent(e.row.metric) else 1.0
+        for cell in e.cells:
+            rate, value = cell.over_seeds(lambda row: row.tokens_per_second), cell.value
             if rate and value:
-                spread = scale * (value[1] or 0)
-                at = (rate[0], scale * value[0])
-                lines.append(
-                    Line(
-                        c.mixer, [at], [(at[0], at[1] - spread, at[1] + spread)] if spread else [], c.variant
-                    )
-                )
-        if len(lines) > 1:
-            better = "higher is better" if e.greater else "lower is better"
-            title = f"{textwrap.shorten(e.title, 48)}\n{metric_name(e.metric)} ({better})"
-            panels.append(
-                Panel(
-                    ident("trade", number, e.task),
-                    title,
-                    "tokens per second of training",
-                    lines,
-                    scatter=True,
-                )
+                band = [(rate.mean, scale * value.low, scale * value.high)] if value.seeds > 1 else []
+                lines.append(Line(cell.mixer, [(rate.mean, scale * value.mean)], band))
+        if len(lines) > 1 and e.row.group != "recall":  # its settings have a picture of their own
+            title = (
+                f"{metric_name(e.row.metric)} ({'higher' if e.row.greater_is_better else 'lower'} is better)"
             )
+            id_, heading = ident("trade", number, e.row.task), _title(e.row.title)
+            panels.append(Panel(id_, title, "tokens per second of training", lines, heading, scatter=True))
     caption = (
         "Each point is a mixer on a task: how fast it trains (to the right is faster) and what it reached."
     )
     return Figure("trade", "", caption, panels) if panels else None
+
+
+def described(panel: Panel) -> str:
+    """A panel in words, for those who cannot see it."""
+    ends = [(name(line.mixer), *line.points[-1]) for line in panel.lines]
+    said = "; ".join(f"{mixer} {digits(y)} at {count(x)}" for mixer, x, y in ends)
+    return f"{_full_title(panel)} against {panel.x}. At the end: {said}."
+
+
+def _full_title(panel: Panel) -> str:
+    text = ", ".join(filter(None, [panel.heading, panel.title]))
+    return text[:1].upper() + text[1:]
+
+
+def values(panel: Panel) -> Table:
+    """What a panel shows, in numbers: a column for each mixer if all have the same places."""
+    caption = f"{_full_title(panel)} against {panel.x}"
+    places = sorted({x for line in panel.lines for x, _ in line.points})
+    if panel.log or all([x for x, _ in line.points] == places for line in panel.lines):
+        at = [dict(line.points) for line in panel.lines]
+        body: Lines = [(f"{x:,g}", [Entry(digits(y[x])) if x in y else Entry() for y in at]) for x in places]
+        return Table(caption, panel.x, [Column(name(line.mixer)) for line in panel.lines], {"": body})
+    rows = {
+        name(line.mixer): [(digits(x), [Entry(digits(y))]) for x, y in line.points] for line in panel.lines
+    }
+    return Table(caption, panel.x, [Column(panel.title)], rows)

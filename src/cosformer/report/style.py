@@ -1,11 +1,11 @@
-"""How mixers and numbers are shown: names, colours, markers and dashes; units and digits."""
+"""How mixers and numbers are shown, everywhere: names, colours, markers and dashes; units and digits."""
 
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-# (light, dark) pairs: at least 3:1 against the page in their theme. Neighbours differ in lightness too, for the colour-blind,
-# and no two mixers share both a marker and a dash.
+# (light, dark) pairs: at least 3:1 against the page in their theme. Neighbours differ in lightness too, for
+# the colour-blind, and no two mixers share both a marker and a dash.
 PALETTE = [
     ("#0b5fc4", "#6cb0ff"),  # blue
     ("#c4401a", "#ff9166"),  # vermilion
@@ -17,63 +17,81 @@ PALETTE = [
     ("#2a7d33", "#74d680"),  # green
     ("#6b4a35", "#d2a98c"),  # brown
 ]
-MARKERS = "osD^vPX*<>pdh8"
-DASHES = [(), (5, 2), (1.5, 1.5), (6, 2, 1.5, 2)]
+MARKERS = [  # SVG paths around the origin
+    "M-4 0a4 4 0 1 0 8 0a4 4 0 1 0-8 0z",  # circle
+    "M-3.5-3.5h7v7h-7z",  # square
+    "M0-4.5L4.5 3.5H-4.5z",  # triangle
+    "M0-5L5 0 0 5-5 0z",  # diamond
+    "M0 4.5L-4.5-3.5H4.5z",  # triangle, point down
+    "M-1.5-4.5h3v3h3v3h-3v3h-3v-3h-3v-3h3z",  # plus
+    "M0-5L1.3-1.8 4.8-1.5 2.1.7 2.9 4 0 2.2-2.9 4-2.1.7-4.8-1.5-1.3-1.8z",  # star
+]
+DASHES = ["", "7 3", "2 2.5", "8 3 2 3"]  # stroke-dasharray
+
+# What a mixer is called and the index of its colour. The order is that of tables and legends.
+KNOWN = {
+    "cosformer": ("cosFormer", 0),
+    "cosformer-hybrid": ("cosFormer hybrid", 4),
+    "cosformer-hybrid+rope": ("cosFormer hybrid + RoPE", 6),
+    "cosformer-paper": ("cosFormer (paper)", 3),
+    "softmax+rope": ("softmax + RoPE", 1),
+    "softmax": ("softmax", 2),
+    "published": ("cosFormer (paper's code)", 5),
+    "cosformer-ladder": ("cosFormer (constant decay)", 7),
+    "cosformer-no-cosine": ("cosFormer (no cosine)", 8),
+    "relu": ("ReLU (paper, no cosine)", 6),
+    "leaky_relu": ("LeakyReLU", 5),
+    "identity": ("identity", 8),
+    "elu": ("Linear Transformer", 4),
+    "performer": ("Performer", 5),
+    "rfa": ("RFA", 6),
+    "linformer": ("Linformer", 7),
+    "nystrom": ("Nyströmformer", 8),
+    "reformer": ("Reformer", 2),
+    "bigbird": ("BigBird", 3),
+    "sparse": ("Sparse Transformer", 4),
+    "local": ("local attention", 7),
+    "polynomial": ("polynomial", 1),
+}
+NOTHING = "–"
 
 
 @dataclass(frozen=True)
 class Look:
-    label: str  # in tables and legends
-    short: str  # in sentences
+    name: str
     colour: int  # an index of PALETTE
     marker: str
-    dash: tuple[float, ...]
+    dash: str
 
 
-# name: (label, name in a sentence, colour). The order is the order of tables and legends.
-KNOWN = {
-    "cosformer": ("cosFormer (recommended: gated decay)", "cosFormer (recommended)", 0),
-    "cosformer-paper": ("cosFormer (paper)", "cosFormer (paper)", 3),
-    "cosformer-ladder": ("cosFormer (constant decay)", "cosFormer (constant decay)", 7),
-    "cosformer-no-cosine": (
-        "cosFormer (recommended, without the cosine)",
-        "cosFormer (without the cosine)",
-        8,
-    ),
-    "softmax+rope": ("softmax + RoPE", "softmax + RoPE", 1),
-    "softmax": ("softmax", "softmax", 2),
-    "relu": ("ReLU (cosFormer without re-weighting)", "ReLU", 6),
-    "leaky_relu": ("LeakyReLU", "LeakyReLU", 5),
-    "identity": ("identity", "identity", 8),
-    "elu": ("Linear Transformer (elu + 1)", "Linear Transformer", 4),
-    "performer": ("Performer", "Performer", 5),
-    "rfa": ("RFA", "RFA", 6),
-    "linformer": ("Linformer", "Linformer", 7),
-    "nystrom": ("Nyströmformer", "Nyströmformer", 8),
-    "reformer": ("Reformer", "Reformer", 2),
-    "bigbird": ("BigBird", "BigBird", 3),
-    "sparse": ("Sparse Transformer", "Sparse Transformer", 4),
-    "local": ("local attention", "local attention", 7),
-}
+def name(mixer: str) -> str:
+    """What a mixer is called: a known name, one with a part ("+rope"), or a model's layers ("a*3, b")."""
+    if mixer in KNOWN:
+        return KNOWN[mixer][0]
+    if "," in mixer:
+        return ", ".join(name(layers.strip()) for layers in mixer.split(","))
+    base, _, number = mixer.rpartition("*")
+    if base and number.isdecimal():
+        return f"{number} × {name(base)}"
+    base, _, part = mixer.rpartition("+")
+    if base in KNOWN:
+        return f"{name(base)} + {'RoPE' if part == 'rope' else part}"
+    return mixer
 
 
 def looks(mixers: Iterable[str]) -> dict[str, Look]:
-    """The looks of these mixers, in the order in which they are shown; one not known is shown as it is named, after the others.
+    """The looks of these mixers, in the order in which they are shown: unknown ones after the others.
 
     What a known mixer looks like does not depend on the others, so it is the same in every report.
     """
-    found = list(dict.fromkeys(mixers))
-    shown = [name for name in KNOWN if name in found] + [name for name in found if name not in KNOWN]
-    unknown = {name: i for i, name in enumerate((n for n in shown if n not in KNOWN), len(KNOWN))}
+    asked = dict.fromkeys(mixers)
+    order = list(KNOWN | asked)
     made = {}
-    for name in shown:
-        label, short, colour = KNOWN.get(name, (name, name, unknown.get(name, 0) % len(PALETTE)))
-        place = list(KNOWN).index(name) if name in KNOWN else unknown[name]
-        made[name] = Look(label, short, colour, MARKERS[place % len(MARKERS)], DASHES[place % len(DASHES)])
+    for mixer in sorted(asked, key=order.index):
+        place = order.index(mixer)
+        _, colour = KNOWN.get(mixer, ("", (place + 1) % len(PALETTE)))
+        made[mixer] = Look(name(mixer), colour, MARKERS[place % len(MARKERS)], DASHES[place % len(DASHES)])
     return made
-
-
-UNITS = {"test_loss": "loss", "loss_per_token": "loss", "eval_loss": "loss"}
 
 
 def percent(metric: str) -> bool:
@@ -82,21 +100,17 @@ def percent(metric: str) -> bool:
 
 
 def metric_name(metric: str) -> str:
-    name = UNITS.get(metric, metric).replace("_", " ")
-    return f"{name}, %" if percent(metric) else name
+    word = "loss" if metric in ("test_loss", "loss_per_token") else metric.replace("_", " ")
+    return f"{word}, %" if percent(metric) else word
 
 
-def score(metric: str, value: float, spread: float | None = None) -> str:
-    """A value of a metric, with its spread where there is one."""
+def score(metric: str, value: float) -> str:
+    """A value of a metric with the digits that mean something."""
     if percent(metric):
-        text, margin = f"{100 * value:.1f}", spread and f"{100 * spread:.1f}"
-    elif metric == "perplexity" and value < 1000:
-        text, margin = f"{value:.2f}", spread and f"{spread:.2f}"
-    elif abs(value) < 100:
-        text, margin = f"{value:.3f}", spread and f"{spread:.3f}"
-    else:
-        text, margin = digits(value), spread and digits(spread)
-    return text if spread is None else f"{text} ± {margin or '0'}"
+        return f"{100 * value:.1f}"
+    if metric == "perplexity" and value < 1000:
+        return f"{value:.2f}"
+    return f"{value:.3f}" if abs(value) < 100 else digits(value)
 
 
 def digits(value: float) -> str:
@@ -105,17 +119,17 @@ def digits(value: float) -> str:
         return "0"
     if not 1e-4 <= abs(value) < 1e9:
         return f"{value:.1e}"
-    places = max(0, 2 - math.floor(math.log10(abs(value))))
-    text = f"{round(value, 2 - math.floor(math.log10(abs(value)))):,.{places}f}"
-    return text.rstrip("0").rstrip(".") if "." in text and places > 2 else text
+    places = 2 - math.floor(math.log10(abs(value)))
+    text = f"{round(value, places):,.{max(0, places)}f}"
+    return text.rstrip("0").rstrip(".") if places > 2 else text
 
 
 def count(value: float) -> str:
-    """A number of things: 950, 12.4 K, 1.84 M, 3.1 G."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e4, "K")):
-        if value >= size:
-            return f"{digits(value / (1e3 if letter == 'K' else size))} {letter}"
-    return f"{value:,.0f}"
+    """A number of things, and of a linear axis: 0.5, 950, 12.4 K, 1.843 M, 3.1 G."""
+    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "K")):
+        if abs(value) >= max(size, 1e4):
+            return f"{value / size:.4g} {letter}"
+    return f"{value:,g}"
 
 
 def mib(value: float) -> str:
@@ -128,3 +142,13 @@ def times(ratio: float) -> str:
 
 def listed(words: list[str]) -> str:
     return " and ".join(filter(None, [", ".join(words[:-1]), words[-1]])) if words else ""
+
+
+def sentence(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}." if text else ""
+
+
+def ident(*words: object) -> str:
+    """Letters, digits and hyphens: a file name, and part of an id."""
+    text = "-".join(map(str, words))
+    return "-".join("".join(c if c.isascii() and c.isalnum() else " " for c in text).split()).lower() or "x"

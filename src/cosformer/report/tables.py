@@ -1,399 +1,289 @@
-"""The page's tables as data, laid out as the paper's: mixers down, tasks or lengths across, the paper's figures beside ours."""
+"""The page's tables as data: mixers down, tasks or lengths across, published figures beside ours."""
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from . import paper
-from .figures import cost_groups, fit, points
-from .paper import PaperTable
-from .results import Cell, Experiment, Results
-from .style import count, digits, listed, looks, metric_name, percent, score, times
+from ..results import Cost, Exactness, Quality, growth
+from . import costs, paper
+from .cells import Cell, Experiment, Measured, Span, change, span
+from .style import NOTHING, count, digits, ident, looks, metric_name, name, percent, score, times
+from .summary import verdict_table
 
-PAPER = "paper, at the paper's scale"
-NOTHING = "–"
+PUBLISHED = "published, same protocol"  # columns that were not measured here
 
 
 @dataclass(frozen=True)
 class Entry:
-    text: str
+    text: str = NOTHING
     value: float | None = None  # what the best of a column is found by
-    why: str = ""  # why there is no value
+    more: str = ""  # small, after the text
+    badge: str = ""  # the kind of outcome that the text is
 
 
 @dataclass(frozen=True)
 class Column:
     head: str
-    group: str = ""  # columns of one group share a heading; PAPER marks the paper's
+    group: str = ""  # columns of one group share a heading
     best: str = ""  # "least" or "most" wins; empty where there is nothing to win
     words: bool = False  # text, not numbers
 
 
+Lines = list[tuple[str, list[Entry]]]
+
+
 @dataclass(frozen=True)
 class Table:
+    template: ClassVar[str] = "table.html"
+    foreign: ClassVar[str] = PUBLISHED
     caption: str
     corner: str  # the heading of the first column
     columns: list[Column]
-    rows: dict[str, list[tuple[str, list[Entry]]]] = field(
-        default_factory=dict
-    )  # by heading of a group of rows, or ""
+    rows: dict[str, Lines] = field(default_factory=dict)  # by heading of a group of rows, or ""
     note: str = ""
     about: str = ""  # more of the caption, less important
+
+    def groups(self) -> list[tuple[int, str, int]]:
+        """(first column, heading, how many) of the columns that stand together."""
+        together = itertools.groupby(enumerate(self.columns), key=lambda pair: pair[1].group)
+        places = [(group, [i for i, _ in mine]) for group, mine in together]
+        return [(mine[0], group, len(mine)) for group, mine in places]
 
     def winners(self, group: str) -> set[tuple[int, int]]:
         """(row, column) of what is best within a group of rows: all that show the same, of two or more."""
         found = set()
         for j, column in enumerate(self.columns):
-            values = [(i, e[j]) for i, (_, e) in enumerate(self.rows[group]) if e[j].value is not None]
+            entries = [(i, line[j]) for i, (_, line) in enumerate(self.rows[group])]
+            values = {i: entry.value for i, entry in entries if entry.value is not None}
             if column.best and len(values) > 1:
-                best = (min if column.best == "least" else max)(values, key=lambda v: v[1].value or 0.0)[
-                    1
-                ].text
-                found |= {(i, j) for i, entry in values if _bare(entry.text) == _bare(best)}
+                best = (min if column.best == "least" else max)(values, key=lambda i: values[i])
+                found |= {(i, j) for i, entry in entries if entry.text == entries[best][1].text}
         return found
 
 
-def _bare(text: str) -> str:
-    return text.split(" ±")[0]
+def verdicts(measured: Measured) -> Table | None:
+    """The summary, task by task."""
+    heads, lines = verdict_table(measured)
+    rows: Lines = []
+    for task, outcome, difference, metric, *values in lines:
+        entries = [Entry(outcome, badge=ident(outcome)), Entry(difference), Entry(metric)]
+        parts = [value.partition(" (") for value in values]
+        rows.append((task, entries + [Entry(text, more=bracket[1:] + more) for text, bracket, more in parts]))
+    note = (
+        "cosFormer is the recommended configuration, cosFormer (paper) the published one. It is compared with"
+        " the better of softmax and softmax + RoPE. Tie: the ranges of the seeds overlap, or the"
+        " difference is within two standard errors of two accuracies on so many test examples, or within"
+        " 0.5 %. Not learned: no mixer beats the most frequent answer by two standard errors. In brackets:"
+        " the lowest and the highest seed, and what was published for the same protocol."
+    )
+    columns = [Column(head, words=True) for head in heads[1:]]
+    return Table("Task by task", heads[0], columns, {"": rows}, note) if rows else None
 
 
-def label(cell: Cell) -> str:
-    text = looks([cell.mixer])[cell.mixer].label
-    return f"{text}, {cell.variant}" if cell.variant else text
-
-
-def in_order(cells: list[Cell]) -> list[Cell]:
-    order = list(looks(c.mixer for c in cells))
-    return sorted(cells, key=lambda c: order.index(c.mixer))
-
-
-def score_entry(cell: Cell | None, metric: str) -> Entry:
-    if cell is None:
-        return Entry(NOTHING, why="not measured")
-    if not cell.value:
-        return Entry(cell.undone[-1]["status"] if cell.undone else NOTHING, why=cell.why_not)
-    return Entry(score(metric, *cell.value), cell.value[0])
-
-
-def paper_entry(table: PaperTable, mixer: str, column: str, mixers: list[str]) -> Entry:
-    figure = paper.figure(table, mixer, column, mixers)
-    return Entry(NOTHING) if figure is None else Entry(paper.shown(table, column, figure))
-
-
-# What the training took: (heading, field, how it is written).
-EFFORT: list[tuple[str, str, Callable[[float], str]]] = [
-    ("parameters", "parameters", count),
-    ("tokens", "tokens", count),
-    ("steps", "steps", lambda v: f"{v:,.0f}"),
-    ("seconds", "seconds", digits),
-    ("tokens/s", "tokens_per_second", digits),
+# What the training took: (heading, how it is read, how it is written, what is best).
+Effort = tuple[str, Callable[[Quality], float | None], Callable[[float], str], str]
+EFFORT: list[Effort] = [
+    ("rate", lambda row: row.rate, "{:g}".format, ""),
+    ("parameters", lambda row: row.parameters, count, ""),
+    ("tokens", lambda row: row.tokens, count, ""),
+    ("steps", lambda row: row.steps, "{:,.0f}".format, ""),
+    ("seconds", lambda row: row.seconds, digits, "least"),
+    ("tokens/s", lambda row: row.tokens_per_second, digits, "most"),
 ]
 
 
-def effort(cell: Cell) -> list[Entry]:
+def _effort(cell: Cell) -> list[Entry]:
     entries = []
-    for _, name, write in EFFORT:
-        found = cell.over_seeds(name)
-        entries.append(Entry(write(found[0]), found[0]) if found else Entry(NOTHING))
+    for _, read, write, best in EFFORT:
+        found = cell.over_seeds(read)
+        mark = costs.CONTENDED if best and any(row.contended for row in cell.done) else ""
+        entries.append(Entry(write(found.mean), found.mean, mark) if found else Entry())
     return entries
 
 
-def _effort_columns() -> list[Column]:
-    best = {"seconds": "least", "tokens_per_second": "most"}
-    return [Column(head, "training", best.get(name, "")) for head, name, _ in EFFORT]
+def _score(cell: Cell | None, metric: str) -> Entry:
+    """What a mixer reached by the task's own metric."""
+    if cell is None or not cell.value:
+        return Entry(cell.undone[-1].status if cell else NOTHING)
+    if cell.learned:
+        return _entry(metric, cell.value)
+    more = ", ".join(filter(None, [cell.value.range(metric), "not learned"]))
+    return Entry(cell.value.text(metric), more=more)  # a guess wins nothing
 
 
-def _better(e: Experiment) -> str:
-    return "most" if e.greater else "least"
-
-
-def about(e: Experiment) -> str:
-    """What a table compares, in one line."""
-    length = f"length {e.length:,}" if e.length else ""
-    data = e.data if e.data != e.title else ""
-    return " · ".join(filter(None, [data, e.size, length]))
-
-
-def seeds_note(experiments: list[Experiment]) -> str:
-    """What stands behind a value."""
-    if max((e.seeds for e in experiments), default=0) > 1:
-        return "Mean over seeds ± half the range between them."
-    return "One seed: another one may change the order of close figures."
-
-
-def one_task(e: Experiment, table: PaperTable | None = None, column: str = "") -> Table:
-    """Everything about one task: its metrics, what the training took, the paper's figure."""
-    done = e.rows
-    names = list(
-        dict.fromkeys(
-            n for r in done for n in r.get("metrics") or {} if n not in (e.metric, "tokens", "loss_per_token")
-        )
-    )
-    columns = [Column(metric_name(e.metric), "test", _better(e))]
-    columns += [Column(metric_name(n), "test", _direction(n)) for n in names] + _effort_columns()
-    mixers = [c.mixer for c in e.cells]
-    rows = []
-    for cell in in_order(e.cells):
-        entries = [score_entry(cell, e.metric)]
-        for n in names:
-            found = cell.over_seeds(n, metric=True)
-            entries.append(Entry(score(n, *found), found[0]) if found else Entry(NOTHING))
-        rows.append((label(cell), entries + effort(cell)))
-        if table:
-            rows[-1][1].append(paper_entry(table, cell.mixer, column, mixers))
-    if table:
-        unit = "perplexity" if table is paper.LM else "accuracy, %"
-        columns.append(Column(f"{unit} ({column})", PAPER))
-    why = _why(e.cells)
-    return Table(e.title, "mixer", columns, {"": rows}, f"{seeds_note([e])} {why}".strip(), about(e))
+def _entry(metric: str, found: Span | None) -> Entry:
+    return Entry(found.text(metric), found.mean, found.range(metric)) if found else Entry()
 
 
 def _direction(metric: str) -> str:
-    return (
-        "most"
-        if percent(metric) or metric in ("bleu", "chrf")
-        else "least"
-        if "loss" in metric or "per" in metric
-        else ""
-    )
+    """What is best of a metric that is not the task's own."""
+    if percent(metric) or metric in ("bleu", "chrf"):
+        return "most"
+    return "least" if "loss" in metric or "per" in metric else ""
 
 
-def _why(cells: list[Cell]) -> str:
-    """The reasons of what was refused or failed."""
-    return " ".join(f"{label(c)}: {c.why_not}." for c in cells if not c.value and c.undone)
+def _notes(experiments: list[Experiment]) -> str:
+    """What stands behind the values of a table, and why some are missing."""
+    cells = [cell for e in experiments for cell in e.cells]
+    said = ["One seed: another one may change the order of close figures."]
+    if any(e.seeds > 1 for e in experiments):
+        said = ["Means over seeds, and their range from the lowest to the highest."]
+    said += [f"{name(cell.mixer)}: {cell.why_not}." for cell in cells if not cell.value and cell.undone]
+    said += dict.fromkeys(f"{row.note}." for cell in cells for row in cell.done if row.note)
+    if not all(cell.learned for cell in cells):
+        said.append("Not learned: it does not beat the most frequent answer by two standard errors.")
+    if any(row.contended for cell in cells for row in cell.done):
+        said.append(costs.CONTENDED_NOTE)
+    return " ".join(said)
 
 
-def several_tasks(experiments: list[Experiment], table: PaperTable, names: dict[int, str]) -> Table:
-    """Mixers down, tasks across; `names` holds the paper's names of tasks by index."""
-    cells = [c for e in experiments for c in e.cells]
-    mixers = list(looks(c.mixer for c in cells))
-    columns = [Column(_short(e, names.get(i)), "ours", _better(e)) for i, e in enumerate(experiments)]
-    columns += [Column(names[i], PAPER) for i in sorted(names)]
-    rows = []
-    for mixer in mixers:
-        entries = [score_entry(e.cell(mixer), e.metric) for e in experiments]
-        for i in sorted(names):
-            entries.append(paper_entry(table, mixer, names[i], mixers))
-        rows.append((looks([mixer])[mixer].label, entries))
-    note = f"{seeds_note(experiments)} {_why(cells)}".strip()
-    return Table("What each mixer reached", "mixer", columns, {"": rows}, note)
+def _published(e: Experiment) -> dict[str, str]:
+    """What was published for the same protocol, by mixer."""
+    rows = [row for cell in e.cells for row in cell.done]
+    return {row.mixer: score(row.metric, row.published) for row in rows if row.published is not None}
 
 
-def _short(e: Experiment, name: str | None) -> str:
-    return f"{name or e.title} ({metric_name(e.metric)})"
+def one_task(e: Experiment) -> Table:
+    """Everything about one task: its metrics, what the training took, what was published."""
+    metric, published = e.row.metric, _published(e)
+    rows = [row for cell in e.cells for row in cell.done]
+    others = list(dict.fromkeys(other for row in rows for other in row.metrics))
+    others = [other for other in others if other not in (metric, "tokens", "loss_per_token")]
+    columns = [Column(metric_name(metric), "test", e.best_is)]
+    columns += [Column(metric_name(other), "test", _direction(other)) for other in others]
+    columns += [Column(head, "training", best) for head, _, _, best in EFFORT]
+    columns += [Column(metric_name(metric), PUBLISHED)] if published else []
+    body: Lines = []
+    for cell in e.cells:
+        entries = [_score(cell, metric)]
+        entries += [_entry(other, span(row.metrics.get(other) for row in cell.done)) for other in others]
+        entries += _effort(cell) + ([Entry(published.get(cell.mixer, NOTHING))] if published else [])
+        body.append((name(cell.mixer), entries))
+    about = [e.row.data, e.row.size, f"length {e.row.length:,}"]
+    return Table(e.row.title, "mixer", columns, {"": body}, _notes([e]), " · ".join(about))
 
 
-def took(experiments: list[Experiment]) -> Table:
-    """What the training took, task by task."""
-    rows = {
-        " · ".join(filter(None, [e.title, about(e)])): [
-            (label(c), effort(c)) for c in in_order(e.cells) if c.done
-        ]
-        for e in experiments
-    }
-    columns = [Column(c.head, "", c.best) for c in _effort_columns()]
-    return Table("What the training took", "mixer", columns, rows)
+def overview(experiments: list[Experiment]) -> Table:
+    """Mixers down, the tasks of a group across."""
+    published = [(e.row.title, found) for e in experiments if (found := _published(e))]
+    columns = [Column(f"{e.row.title} ({metric_name(e.row.metric)})", "ours", e.best_is) for e in experiments]
+    columns += [Column(title, PUBLISHED) for title, _ in published]
+    body: Lines = []
+    for mixer in looks(cell.mixer for e in experiments for cell in e.cells):
+        entries = [_score(e.cell(mixer), e.row.metric) for e in experiments]
+        body.append((name(mixer), entries + [Entry(found.get(mixer, NOTHING)) for _, found in published]))
+    return Table("What each mixer reached", "mixer", columns, {"": body}, _notes(experiments))
 
 
-def training_cost(results: Results) -> list[Table]:
-    """Time and memory against length, with the exponent of growth."""
-    tables = []
-    for what, rows in cost_groups(results, "training"):
-        mixers = list(looks(r["mixer"] for r in rows))
-        lengths = sorted({r["length"] for r in rows})
-        parts = [("ms", "time, ms")] + [("memory_mib", "peak memory, MiB")] * any(
-            r.get("memory_mib") for r in rows
-        )
-        columns = [Column(f"{n:,}", head, "least") for _, head in parts for n in lengths]
-        columns.insert(len(lengths), Column("growth", "time, ms", "least"))
-        body = []
-        for m in mixers:
+def searches(measured: Measured) -> Table | None:
+    """The short runs that chose each mixer's rate of learning."""
+    rates = sorted({row.rate for row in measured.searches})
+    rows: dict[str, Lines] = {}
+    for subject in dict.fromkeys(row.subject for row in measured.searches):
+        mine = [row for row in measured.searches if row.subject == subject]
+        title = f"{measured.titles.get(subject, subject)}, {max(row.steps for row in mine):,} steps"
+        for mixer in looks(row.mixer for row in mine):
+            tried = {row.rate: row for row in mine if row.mixer == mixer}
+            best = min((row.loss for row in tried.values() if row.loss is not None), default=None)
             entries = []
-            for name, _ in parts:
-                mine = dict(points(rows, m, name))
-                entries += [Entry(digits(mine[n]), mine[n]) if n in mine else Entry(NOTHING) for n in lengths]
-                if name == "ms":
-                    slope = fit(points(rows, m, name))
-                    entries.append(Entry(f"n^{slope:.2f}", slope) if slope is not None else Entry(NOTHING))
-            body.append((looks([m])[m].label, entries))
-        tables.append(Table(f"Training {what}: forward and backward", "mixer", columns, {"": body}))
-    return tables
+            for row in map(tried.get, rates):
+                if row is None or row.loss is None:
+                    entries.append(Entry(row.status if row else NOTHING))
+                else:
+                    entries.append(Entry(score("loss", row.loss), more="chosen" if row.loss == best else ""))
+            rows.setdefault(title, []).append((name(mixer), entries))
+    columns = [Column(f"{rate:g}", "loss on the validation set, by rate") for rate in rates]
+    note = "Every mixer was searched alike, in short runs, and then trained with its best rate."
+    return Table("Rates of learning that were tried", "mixer", columns, rows, note) if rows else None
 
 
-def speedups(results: Results) -> list[Table]:
-    """Speed as a multiple of softmax's, which can stand beside the paper's."""
-    made = []
-    for what, rows in cost_groups(results, "training"):
-        mixers = list(looks(r["mixer"] for r in rows))
-        base = next((m for m in ("softmax", "softmax+rope") if m in mixers), None)
-        if base is None or len(mixers) < 2:
-            continue
-        softmax = dict(points(rows, base, "ms"))
-        theirs = [
-            c
-            for c in paper.SPEED.columns
-            if c.startswith("training") and paper.figure(paper.SPEED, "softmax", c, ["softmax"])
-        ]
-        columns = [Column(f"{n:,}", "ours, by length", "most") for n in softmax]
-        columns += [Column(c.removeprefix("training, "), PAPER) for c in theirs]
-        body = []
-        for m in mixers:
-            mine = dict(points(rows, m, "ms"))
-            entries = [
-                Entry(times(softmax[n] / mine[n]), softmax[n] / mine[n]) if n in mine else Entry(NOTHING)
-                for n in softmax
-            ]
-            for c in theirs:
-                one, other = (paper.figure(paper.SPEED, x, c, mixers) for x in (m, base))
-                entries.append(Entry(times(one / other), one / other) if one and other else Entry(NOTHING))
-            body.append((looks([m])[m].label, entries))
-        note = "The paper's: byte classification, not causal, one A6000; its Transformer ran out of memory beyond 2K."
-        name = looks([base])[base].short
-        made.append(
-            Table(f"Training speed as a multiple of {name}'s", "mixer", columns, {"": body}, note, what)
-        )
-    return made
+def cost(caption: str, rows: list[Cost], kinds: tuple[costs.Kind, ...]) -> Table:
+    """Each kind of cost by length; of time also the exponent of its growth."""
+    lengths, at = sorted({row.length for row in rows}), {(row.mixer, row.length): row for row in rows}
+    body: dict[str, list[Entry]] = {mixer: [] for mixer in costs.mixers(rows)}
+    columns = []
+    for kind in (kind for kind in kinds if any(map(kind.read, rows))):
+        columns += [Column(f"{n:,}", kind.title, kind.best) for n in lengths]
+        for mixer, entries in body.items():
+            for row in (at.get((mixer, n)) for n in lengths):
+                value = kind.read(row) if row else None
+                mark = costs.CONTENDED if row and row.contended and kind is costs.TIME else ""
+                entries.append(Entry(kind.write(value), value, mark) if value else Entry())
+        if kind is costs.TIME:
+            columns.append(Column("growth (lengths fitted)", kind.title, "least"))
+            for mixer, entries in body.items():
+                fit = growth(costs.points(rows, mixer))
+                entries.append(Entry(f"n^{fit[0]:.2f}", fit[0], f"({fit[1]})") if fit else Entry())
+    note = costs.CONTENDED_NOTE if costs.TIME in kinds and any(row.contended for row in rows) else ""
+    return Table(caption, "mixer", columns, {"": [(name(m), entries) for m, entries in body.items()]}, note)
 
 
-def decoding_cost(results: Results) -> list[Table]:
-    tables = []
-    for what, rows in cost_groups(results, "decoding"):
-        mixers, lengths = list(looks(r["mixer"] for r in rows)), sorted({r["length"] for r in rows})
-        parts = [("ms", "time per token, ms", 1.0), ("cache_bytes", "cache, MiB", 2.0**-20)]
-        columns = [Column(f"{n:,}", head, "least") for _, head, _ in parts for n in lengths]
-        body = []
-        for m in mixers:
-            entries = []
-            for name, _, scale in parts:
-                mine = dict(points(rows, m, name, scale))
-                entries += [Entry(digits(mine[n]), mine[n]) if n in mine else Entry(NOTHING) for n in lengths]
-            body.append((looks([m])[m].label, entries))
-        tables.append(
-            Table(
-                f"Decoding with {what}: the next token after a context of so many tokens",
-                "mixer",
-                columns,
-                {"": body},
-            )
-        )
-    return tables
+def speedups(what: str, rows: list[Cost]) -> Table | None:
+    """Speed as a multiple of softmax's."""
+    contest = costs.Contest(rows)
+    if not contest.lengths:
+        return None
+    both = [row for row in rows if row.length in contest.lengths]
+    ratio = costs.Kind("", "by length", lambda row: contest.theirs[row.length].ms / row.ms, times, "most")
+    return cost(f"Speed as a multiple of that of {name(contest.them)}: {what}", both, (ratio,))
 
 
-STUDIED = ["identity", "leaky_relu", "relu", "softmax", "softmax+rope"]
 PAIRS = [  # (what is added, without, with)
     ("the cosine", "relu", "cosformer-paper"),
     ("the cosine, beside gated decay", "cosformer-no-cosine", "cosformer"),
-    ("gated decay", "cosformer-paper", "cosformer"),
+    ("all that is recommended", "cosformer-paper", "cosformer"),
     ("constant decay", "cosformer-paper", "cosformer-ladder"),
+    ("one softmax layer in four", "cosformer", "cosformer-hybrid"),
     ("rotary positions, in softmax", "softmax", "softmax+rope"),
 ]
 
 
-def study(e: Experiment) -> Table | None:
-    """The paper's table 1: only the similarity changes."""
-    cells = [c for m in STUDIED if (c := e.cell(m)) and c.value]
-    if not any(c.mixer in ("identity", "leaky_relu", "relu") for c in cells) or len(cells) < 2:
-        return None
-    mixers = [c.mixer for c in cells]
-    loss = next(
-        (
-            n
-            for n in ("test_loss", "loss", "loss_per_token")
-            if any(c.over_seeds(n, metric=True) for c in cells)
-        ),
-        None,
-    )
-    columns = [Column(metric_name(e.metric), "ours", _better(e))] + [Column("loss", "ours", "least")] * bool(
-        loss
-    )
-    columns += [Column(c, f"{PAPER} (unconfirmed)") for c in paper.STUDY.columns]
-    rows = []
-    for c in cells:
-        entries = [score_entry(c, e.metric)]
-        if loss:
-            found = c.over_seeds(loss, metric=True)
-            entries.append(Entry(score(loss, *found), found[0]) if found else Entry(NOTHING))
-        for column in paper.STUDY.columns:
-            entries.append(paper_entry(paper.STUDY, c.mixer, column, mixers))
-        rows.append((label(c), entries))
-    return Table(f"Which similarity: {e.title}", "similarity", columns, {"": rows}, seeds_note([e]))
-
-
 def ablation(e: Experiment) -> Table | None:
     """With and without each part, where both were run."""
-    rows = []
+    body: Lines = []
     for what, without, with_ in PAIRS:
         a, b = e.cell(without), e.cell(with_)
         if a and b and a.value and b.value:
-            change = b.value[0] - a.value[0]
-            text = (
-                f"{100 * change:+.1f} points"
-                if percent(e.metric)
-                else f"{100 * change / a.value[0]:+.1f} %"
-                if a.value[0]
-                else NOTHING
-            )
-            names = f"{looks([without])[without].short} → {looks([with_])[with_].short}"
-            rows.append(
-                (what, [Entry(names), score_entry(a, e.metric), score_entry(b, e.metric), Entry(text)])
-            )
-    if not rows:
-        return None
+            before, after = a.value.mean, b.value.mean
+            text = f"{'+' if after > before else '-'}{change(e.row.metric, before, after)}"
+            names = Entry(f"{name(without)} → {name(with_)}")
+            body.append((what, [names, _score(a, e.row.metric), _score(b, e.row.metric), Entry(text)]))
     columns = [Column("mixers", words=True), Column("without"), Column("with"), Column("change")]
-    note = f"By {metric_name(e.metric)}; {'higher' if e.greater else 'lower'} is better. {seeds_note([e])}"
-    return Table(f"What each part is worth: {e.title}", "part", columns, {"": rows}, note)
+    caption = f"What each part is worth, by {metric_name(e.row.metric)}: {e.row.title}"
+    return Table(caption, "part", columns, {"": body}, _notes([e])) if body else None
 
 
-def exactness(results: Results) -> Table:
+def exactness(measured: Measured) -> Table | None:
     """The largest difference from the definition, beside what is allowed."""
-    whats = [w for w in ("output", "gradient") if any(r["what"] == w for r in results.exactness)]
-    whats += sorted({r["what"] for r in results.exactness} - {"output", "gradient"})
-    columns = [Column(head, what) for what in whats for head in ("largest", "allowed")]
-    at = {(f"{r['backend']}, {r['dtype']}", r["mode"], r["what"]): r for r in results.exactness}
-    rows: dict[str, list[tuple[str, list[Entry]]]] = {}
+    whats = list(dict.fromkeys(row.what for row in measured.exactness))
+    at = {(f"{row.backend}, {row.dtype}", row.mode, row.what): row for row in measured.exactness}
+    rows: dict[str, Lines] = {}
     for group, mode in sorted({key[:2] for key in at}):
-        entries = []
-        for row in (at.get((group, mode, what)) for what in whats):
-            too_large = row and row["difference"] > row["allowed"]
-            entries.append(
-                Entry(f"{row['difference']:.1e}{' (too large)' * bool(too_large)}" if row else NOTHING)
-            )
-            entries.append(Entry(f"{row['allowed']:.0e}" if row else NOTHING))
-        rows.setdefault(group, []).append((mode, entries))
-    wrong = sum(r["difference"] > r["allowed"] for r in results.exactness)
+        found = [at.get((group, mode, what)) for what in whats]
+        rows.setdefault(group, []).append((mode, [_difference(row) for row in found]))
+    wrong = sum(row.difference > row.allowed for row in measured.exactness)
     note = (
         f"{wrong} of {len(at)} are larger than allowed."
         if wrong
         else f"All {len(at)} are within what is allowed."
     )
-    return Table("Difference from the definition, computed in float64", "mode", columns, rows, note)
+    caption = "Largest difference from the definition, computed in float64"
+    return Table(caption, "mode", [Column(what) for what in whats], rows, note) if rows else None
 
 
-def paper_table(table: PaperTable) -> Table:
+def _difference(row: Exactness | None) -> Entry:
+    if row is None:
+        return Entry()
+    word = "allowed" if row.difference <= row.allowed else "too large: allowed"
+    return Entry(f"{row.difference:.1e}", more=f"{word} {row.allowed:.0e}")
+
+
+def paper_table(table: paper.PaperTable) -> Table:
     """A table of the paper in full."""
-    columns = [Column(c, best="least" if table is paper.LM or c == "loss" else "most") for c in table.columns]
-    rows = []
-    for name, values in table.rows.items():
-        cells = zip(table.columns, values)
-        rows.append(
-            (name, [Entry(NOTHING) if v is None else Entry(paper.shown(table, c, v), v) for c, v in cells])
-        )
-    unconfirmed = (
-        "Unconfirmed: these figures could not be checked against the paper."
-        if table.number in paper.UNCONFIRMED
-        else ""
-    )
+    columns = [Column(column, best="least" if column in table.least else "most") for column in table.columns]
+    body: Lines = []
+    for model, figures in table.rows.items():
+        body.append((model, [Entry() if x == "-" else Entry(x, float(x)) for x in figures.split()]))
     caption = f"The paper's table {table.number}: {table.title}"
-    return Table(
-        caption,
-        "model",
-        columns,
-        {"": rows},
-        " ".join(filter(None, [table.note, unconfirmed])),
-        table.setting,
-    )
-
-
-def not_measured(found: list[str], table: PaperTable) -> str:
-    """The paper's tasks that this report has not."""
-    missing = [c for c in table.columns if c != "average" and c not in found]
-    return f"Not measured here: {listed(missing)}." if missing else ""
+    return Table(caption, "model", columns, {"": body}, table.note, table.setting)

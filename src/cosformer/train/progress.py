@@ -1,4 +1,4 @@
-"""What is seen of a run while it trains: a bar with loss, speed and time left, `metrics.jsonl`, and a stop when asked to."""
+"""What is seen of a run while it trains: a bar with loss, speed and time left; metrics.jsonl; its stop."""
 
 import json
 import os
@@ -12,12 +12,23 @@ from typing import Any
 import torch
 from tqdm.auto import tqdm
 from transformers import TrainerCallback
+from transformers.utils import logging
+
+from .checkpoints import write
+
+OWN = ("runtime", "per_second", "model_preparation_time")  # what the Trainer adds to scores of its own
+
+
+def quieten() -> None:
+    """transformers' own remarks and bars are about code, not about a run."""
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
 
 
 class Metrics(TrainerCallback):
-    """Appends what training logs to a file, one JSON object a line; lines of steps that a resumed run repeats are dropped first.
+    """Appends what training logs to a file, one JSON object a line; what a resumed run repeats is dropped.
 
-    A line is written with every checkpoint and evaluation, so that the mean loss of the next line begins where a resumed run does.
+    A line is written with every checkpoint and evaluation: a resumed run's next mean loss begins there, too.
     """
 
     def __init__(self, path: Path):
@@ -28,9 +39,7 @@ class Metrics(TrainerCallback):
         self.training = state.is_world_process_zero
         if not self.training:
             return
-        kept = (
-            [row for row in read(self.path) if row["step"] <= state.global_step] if state.global_step else []
-        )
+        kept = [row for row in read(self.path) if state.global_step and row["step"] <= state.global_step]
         write(self.path, "".join(json.dumps(row) + "\n" for row in kept))
         self.seconds = kept[-1]["seconds"] if kept else 0.0
         self.begun, self.last = time.perf_counter(), (self.seconds, state.num_input_tokens_seen)
@@ -41,34 +50,25 @@ class Metrics(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not self.training or not logs or "train_loss" in logs:  # the final scores are in result.json, once
             return
-        seconds, tokens = self.seconds + time.perf_counter() - self.begun, state.num_input_tokens_seen
+        seconds, tokens = self.now(), state.num_input_tokens_seen
         row: dict[str, Any] = {"step": state.global_step, "tokens": tokens, "seconds": round(seconds, 3)}
         if "loss" in logs:
             row["tokens_per_second"] = round((tokens - self.last[1]) / max(seconds - self.last[0], 1e-9), 1)
         self.last = (seconds, tokens)
-        row |= {
-            k: v
-            for k, v in logs.items()
-            if k not in ("epoch", "num_input_tokens_seen") and not k.endswith(OWN)
-        }
+        known = ("epoch", "num_input_tokens_seen")
+        row |= {key: value for key, value in logs.items() if key not in known and not key.endswith(OWN)}
         with self.path.open("a") as file:
             file.write(json.dumps(row) + "\n")
 
     def on_save(self, args, state, control, **kwargs):
-        self.last = (
-            self.seconds + time.perf_counter() - self.begun,
-            self.last[1],
-        )  # the speed is that of training
+        self.last = (self.now(), self.last[1])  # the speed is that of training
 
     def on_train_end(self, args, state, control, **kwargs):
         self.training = False
 
-
-def write(path: Path, text: str) -> None:
-    """A whole file or none: it is written beside and renamed."""
-    draft = path.with_name(f"{path.name}.draft")
-    draft.write_text(text)
-    draft.replace(path)
+    def now(self) -> float:
+        """Seconds of training, those before the run was resumed counted."""
+        return self.seconds + time.perf_counter() - self.begun
 
 
 def read(path: Path) -> list[dict[str, Any]]:
@@ -109,21 +109,16 @@ class Bar(TrainerCallback):
         speed = (now[2] - self.last[2]) / max(now[0] - self.last[0], 1e-9)
         self.last = now
         if "eval_loss" in logs:
-            found = {
-                key.removeprefix("eval_"): value for key, value in logs.items() if key.startswith("eval_")
-            }
+            found = {key.removeprefix("eval_"): logs[key] for key in logs if key.startswith("eval_")}
             self.say(f"step {state.global_step:,}: {show(found)}")
         elif "loss" in logs and self.bar is not None:
             self.bar.set_postfix_str(f"loss {logs['loss']:.4f}, {speed:,.0f} tokens/s")
         elif "loss" in logs and now[0] - self.said > self.every:
             self.said = now[0]
-            left = (
-                (now[0] - self.begun[0])
-                / max(1, now[1] - self.begun[1])
-                * (state.max_steps - state.global_step)
-            )
+            a_step = (now[0] - self.begun[0]) / max(1, now[1] - self.begun[1])
+            left = clock(a_step * (state.max_steps - state.global_step))
             where = f"step {state.global_step:,} of {state.max_steps:,}"
-            self.say(f"{where}: loss {logs['loss']:.4f}, {speed:,.0f} tokens/s, {clock(left)} left")
+            self.say(f"{where}: loss {logs['loss']:.4f}, {speed:,.0f} tokens/s, {left} left")
 
     def say(self, line: str) -> None:
         if self.bar is None:
@@ -136,14 +131,10 @@ class Bar(TrainerCallback):
             self.bar.close()
 
 
-OWN = ("runtime", "per_second", "model_preparation_time")  # what the Trainer adds to scores of its own
-
-
 def show(scores: dict[str, float]) -> str:
     """Scores in one line, without what only counts or times."""
-    return ", ".join(
-        f"{key} {value:.4g}" for key, value in scores.items() if key != "tokens" and not key.endswith(OWN)
-    )
+    shown = {key: value for key, value in scores.items() if key != "tokens" and not key.endswith(OWN)}
+    return ", ".join(f"{key} {value:.4g}" for key, value in shown.items())
 
 
 def clock(seconds: float) -> str:
@@ -161,11 +152,11 @@ class Interrupt(TrainerCallback):
     def __init__(self):
         self.asked: str | None = None
         self.trained = False
+        self.before: dict[signal.Signals, Any] = {}
 
     def __enter__(self):
-        self.before = (
-            {number: signal.signal(number, self.ask) for number in self.signals} if on_main_thread() else {}
-        )
+        if threading.current_thread() is threading.main_thread():  # only there can signals be handled
+            self.before = {number: signal.signal(number, self.ask) for number in self.signals}
         return self
 
     def __exit__(self, *_):
@@ -177,11 +168,8 @@ class Interrupt(TrainerCallback):
         if self.trained or (self.asked is not None and number == signal.SIGINT and not under_torchrun):
             raise KeyboardInterrupt
         if self.asked is None and os.environ.get("RANK", "0") == "0":
-            print(
-                "\nstopping after this step, with a checkpoint; once more to stop at once",
-                file=sys.stderr,
-                flush=True,
-            )
+            said = "\nstopping after this step, with a checkpoint; once more to stop at once"
+            print(said, file=sys.stderr, flush=True)
         self.asked = signal.Signals(number).name
 
     def on_step_end(self, args, state, control, **kwargs):
@@ -191,10 +179,6 @@ class Interrupt(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self.trained = True  # nothing is lost any more
-
-
-def on_main_thread() -> bool:
-    return threading.current_thread() is threading.main_thread()
 
 
 def anybody(asked: bool) -> bool:

@@ -1,4 +1,4 @@
-"""The Trainer under FSDP2: on CPUs, too, and with the checkpoints of a single process, so that any number can go on from them."""
+"""The Trainer under FSDP2: on CPUs, too, and with one process's checkpoints, so that any number can go on."""
 
 from pathlib import Path
 from typing import Any
@@ -15,22 +15,22 @@ OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"  # as transformers names t
 
 
 class Sharded(Seq2SeqTrainer):
-    """Without FSDP it is transformers' own."""
+    """Without FSDP it is transformers' own, whose checkpoints of FSDP one process cannot read: what saves and
+    loads is replaced here by the form of one process."""
 
     def create_accelerator_and_postprocess(self) -> None:
+        """accelerate leaves out the plugin where there is no GPU, and would replicate without a word."""
         super().create_accelerator_and_postprocess()
         if self.args.fsdp and self.accelerator.distributed_type == DistributedType.MULTI_CPU:
-            # accelerate leaves out the plugin where there is no accelerator, and would replicate without a word
             for shared in (AcceleratorState._shared_state, PartialState._shared_state):
                 shared["distributed_type"] = DistributedType.FSDP
-            AcceleratorState._shared_state["fsdp_plugin"] = FullyShardedDataParallelPlugin(
-                **self.args.fsdp_plugin_args
-            )
+            plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            AcceleratorState._shared_state["fsdp_plugin"] = plugin
             self.is_fsdp_enabled = True
 
     def _prepare_for_training(self, *args: Any):
-        """accelerate gives the embeddings a group of their own, and torch wants tied parameters in one group. Where more is tied
-        than the two embeddings, such as the bias of BERT's head, they are better left to the group of all the rest."""
+        """accelerate gives the embeddings a group of their own, and torch wants tied parameters in one. Where
+        more is tied than the two embeddings (the bias of BERT's head), they are left to the rest's."""
         model, names = self.model, ("get_input_embeddings", "get_output_embeddings")
         if not self.is_fsdp_enabled or len(model._tied_weights_keys or ()) < 2:
             return super()._prepare_for_training(*args)
@@ -46,14 +46,11 @@ class Sharded(Seq2SeqTrainer):
         if not self.is_fsdp_enabled:
             super().save_model(output_dir, _internal_call)
             return
-        weights = dcp.get_model_state_dict(
-            self.model, options=WHOLE
-        )  # every process takes part; the first gets them
+        weights = dcp.get_model_state_dict(self.model, options=WHOLE)  # all take part; the first gets them
         if self.args.should_save:
             tied = self.model.all_tied_weights_keys  # saved once, as one process does
-            self._save(
-                output_dir, state_dict={name: tensor for name, tensor in weights.items() if name not in tied}
-            )
+            kept = {name: tensor for name, tensor in weights.items() if name not in tied}
+            self._save(output_dir, state_dict=kept)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if not self.is_fsdp_enabled:
@@ -61,11 +58,9 @@ class Sharded(Seq2SeqTrainer):
             return
         named: dict[str, Any] = dcp.get_optimizer_state_dict(self.model, self.optimizer, options=WHOLE)
         if self.args.should_save:
-            number = {
-                name: i
-                for i, name in enumerate(name for group in named["param_groups"] for name in group["params"])
-            }
-            torch.save(renamed(named, number), Path(output_dir) / OPTIMIZER)
+            names = [name for group in named["param_groups"] for name in group["params"]]
+            numbered = renamed(named, {name: number for number, name in enumerate(names)})
+            torch.save(numbered, Path(output_dir) / OPTIMIZER)
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir) / SCHEDULER)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
@@ -77,10 +72,7 @@ class Sharded(Seq2SeqTrainer):
         dcp.set_model_state_dict(model or self.model, weights, options=options)
 
     def _load_best_model(self) -> None:
-        if self.is_fsdp_enabled:
-            self._load_from_checkpoint(self.state.best_model_checkpoint, self.model)
-        else:
-            super()._load_best_model()
+        self._load_from_checkpoint(self.state.best_model_checkpoint, self.model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not self.is_fsdp_enabled:
@@ -88,17 +80,14 @@ class Sharded(Seq2SeqTrainer):
             return
         numbered = torch.load(Path(checkpoint) / OPTIMIZER, map_location="cpu", weights_only=True)
         name = {id(parameter): name for name, parameter in self.model.named_parameters()}
-        names = [
-            name[id(parameter)] for group in self.optimizer.param_groups for parameter in group["params"]
-        ]
+        parameters = (parameter for group in self.optimizer.param_groups for parameter in group["params"])
+        named = renamed(numbered, {i: name[id(parameter)] for i, parameter in enumerate(parameters)})
         options = dcp.StateDictOptions(full_state_dict=True)
-        dcp.set_optimizer_state_dict(
-            self.model, self.optimizer, renamed(numbered, dict(enumerate(names))), options=options
-        )
+        dcp.set_optimizer_state_dict(self.model, self.optimizer, named, options=options)
         self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint) / SCHEDULER, weights_only=True))
 
 
 def renamed(optimizer: dict[str, Any], name: dict[Any, Any]) -> dict[str, Any]:
-    """An optimizer's state with its parameters called otherwise: by number, as torch saves them, or by name."""
+    """An optimizer's state with its parameters called otherwise: by number, as torch saves them, or name."""
     groups = [{**group, "params": [name[p] for p in group["params"]]} for group in optimizer["param_groups"]]
     return {"state": {name[p]: state for p, state in optimizer["state"].items()}, "param_groups": groups}

@@ -94,6 +94,20 @@ typedef struct {
     double *ddecay;                /* per position (B,H,S), else (B,H,max(sequences, 1)): one number per head and sequence */
 } cosformer_grads;
 
+/* A short depthwise convolution along the rows of x (B, 1, L, C), y_t = sum_s w_s x_(t + ahead - s), tokens outside t's own sequence
+ * being zero.  The gradient of x is the convolution of dout with the taps reversed and ahead = width - 1 - ahead; that of the weight is
+ * asked for with dout in the place of y. */
+typedef struct {
+    int64_t B, L, C, width, ahead, threads;
+    int64_t sequences;             /* packed sequences (then B == 1), or 0 */
+    const int64_t *cu_seqlens;     /* (sequences + 1,) */
+    cosformer_tensor x, y;         /* (B, 1, L, C); y is dout where dweight is not NULL */
+    const float *weight;           /* (width, C) */
+    float *dweight;                /* (threads, width, C): parts that the caller adds up; or NULL */
+} cosformer_convolution_call;
+
+int cosformer_convolution(const cosformer_convolution_call *call);
+
 /* Both return 0, or 1 when memory ran out. */
 int cosformer_forward(const cosformer_call *call);
 int cosformer_backward(const cosformer_call *call, const cosformer_grads *grads);
@@ -101,7 +115,7 @@ int cosformer_backward(const cosformer_call *call, const cosformer_grads *grads)
 /* Does this CPU run the instruction set ("baseline", "avx2", "avx512", "neon")? */
 int cosformer_cpu_supports(const char *isa);
 
-/* sizeof both structs, so that a caller with another idea of them finds out at load time. */
+/* A number made of the sizes of the structs, so that a caller with another idea of them finds out at load time. */
 int64_t cosformer_abi(void);
 
 #ifdef __cplusplus

@@ -1,54 +1,13 @@
 // The modes of attention as loops over chunks, and how they are shared among threads.
-#include <atomic>
 #include <type_traits>
 #include <vector>
 
 #include "cosformer.h"
 #include "host.h"
+#include "parallel.h"
 #include "worker.h"
 
 namespace {
-
-// Numbers too small for a normalised float become zero while this lives: a strong decay makes many, and each would cost 100 cycles.
-class FlushSubnormals {
-#if defined(__x86_64__)
-    unsigned saved = _mm_getcsr();
-  public:
-    FlushSubnormals() { _mm_setcsr(saved | 0x8040); }
-    ~FlushSubnormals() { _mm_setcsr(saved); }
-#elif defined(__aarch64__)
-    uint64_t saved;
-  public:
-    FlushSubnormals() {
-        __asm__ volatile("mrs %0, fpcr" : "=r"(saved));
-        __asm__ volatile("msr fpcr, %0" ::"r"(saved | 1 << 24));
-    }
-    ~FlushSubnormals() { __asm__ volatile("msr fpcr, %0" ::"r"(saved)); }
-#endif
-};
-
-// what(0) .. what(n - 1), in any order.  Throws bad_alloc when any of them did.
-template <class What>
-void in_parallel(int64_t n, int64_t threads, What what) {
-    std::atomic<bool> failed{false};
-    auto guarded = [&](int64_t i) {
-        FlushSubnormals flush;
-        try {
-            what(i);
-        } catch (const std::bad_alloc &) {  // must not leave the parallel region
-            failed = true;
-        }
-    };
-    if (threads > 1 && n > 1) {
-#ifdef _OPENMP
-#pragma omp parallel for schedule(dynamic) num_threads(static_cast<int>(std::min(n, threads)))
-#endif
-        for (int64_t i = 0; i < n; i++) guarded(i);
-    } else {
-        for (int64_t i = 0; i < n; i++) guarded(i);
-    }
-    if (failed) throw std::bad_alloc();
-}
 
 // The chunks of a sequence, from left to right.
 class Axis {
@@ -380,4 +339,6 @@ int run(const cosformer_call &call, const cosformer_grads *grads) try {
 
 EXPORT int cosformer_forward(const cosformer_call *call) { return run(*call, nullptr); }
 EXPORT int cosformer_backward(const cosformer_call *call, const cosformer_grads *grads) { return run(*call, grads); }
-EXPORT int64_t cosformer_abi(void) { return sizeof(cosformer_call) * 1000 + sizeof(cosformer_grads); }
+EXPORT int64_t cosformer_abi(void) {
+    return (sizeof(cosformer_call) * 1000 + sizeof(cosformer_grads)) * 1000 + sizeof(cosformer_convolution_call);
+}

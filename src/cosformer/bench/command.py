@@ -1,0 +1,89 @@
+"""The command line of `cosformer bench`: operators, every mixer (--mixers) or whole models (--models)."""
+
+import argparse
+import importlib
+from pathlib import Path
+
+import torch
+
+from ..results import Cost, Row, Writer
+from . import measure
+
+WORKS = ["forward", "training", "decoding"]
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(
+        prog="cosformer bench",
+        description="Time and memory of attention beside its peers, as medians on the machine that runs.",
+        epilog="Speed is reported only for operators that agree with the definition.",
+    )
+    add = p.add_argument
+    # fmt: off
+    add("--quick", action="store_true", help="a small set that finishes within a minute")
+    add("--operators", nargs="+", metavar="NAME", help="some of cosformer-paper, cosformer (a decay for each"
+        " position), softmax, published (the paper's code; default: all but cosformer)")
+    add("--backends", nargs="+", metavar="NAME", help="of our operators (default: all that run here)")
+    add("--mixers", nargs="+", metavar="NAME", help="measure these mixers instead, or `all`")
+    add("--models", nargs="*", metavar="MIXER", help="measure whole models instead (needs the [hf] extra)")
+    add("--lengths", nargs="+", type=int, metavar="N", help="text lengths (default: a few up to 16384)")
+    add("--head-dims", nargs="+", type=int, metavar="D", default=[64], help="of operators (default: 64)")
+    add("--heads", type=int, default=8, help="of the operators (default: %(default)s)")
+    add("--dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16", "float16", "float64"],
+        help="of the operators (default: float32)")
+    add("--causal", choices=["yes", "no", "both"], help="mixers are bidirectional unless it is yes, models"
+        " are causal (default: both)")
+    add("--work", nargs="+", choices=WORKS, help="of the operators (default: all); training is forward and"
+        " backward, decoding one token")
+    add("--threads", type=int, default=torch.get_num_threads(), help="torch's (default: %(default)s)")
+    add("--seconds", type=float, help="for the rounds after warming up (default: 60; --quick: 10); twice that"
+        " if other processes disturb")
+    add("--longest-softmax", type=int, metavar="N", help="beyond this length the softmax operator is left out"
+        " (default: 16384; --quick: 8192)")
+    add("--memory", action=argparse.BooleanOptionalAction, default=True, help="also peak memory")
+    add("--out", type=Path, help="append the results to this file as JSON lines")
+    add("--plot", type=Path, help="draw the results to this SVG (needs the [report] extra)")
+    # fmt: on
+    return p
+
+
+def settings(argv: list[str] | None) -> argparse.Namespace:
+    """What was asked for; --quick changes only what was not."""
+    args = parser().parse_args(argv)
+    args.kind = "mixers" if args.mixers else "operators" if args.models is None else "models"
+    args.seconds = args.seconds or (10.0 if args.quick else 60.0)
+    args.longest_softmax = args.longest_softmax or (8192 if args.quick else 16384)
+    args.causal = args.causal or ("yes" if args.quick else "both")
+    args.work = args.work or (["training", "decoding"] if args.quick else WORKS)
+    if args.quick:
+        args.lengths = args.lengths or [512, 2048, 8192]
+        args.memory &= args.kind == "operators"
+    if args.plot and args.plot.suffix != ".svg":
+        raise SystemExit(f"cosformer bench: --plot draws an SVG: its name ends in .svg; got {args.plot}")
+    return args
+
+
+def main(argv: list[str] | None = None) -> None:
+    args = settings(argv)
+    torch.set_num_threads(args.threads)
+    torch.manual_seed(0)
+    here = measure.machine()
+    versions = f"torch {here.torch}, cosformer {here.cosformer}"
+    print(f"{here.cpu}, {here.threads} threads, {here.isa}; {versions}", flush=True)
+    bench = importlib.import_module(f".{args.kind}", __package__)
+    file = Writer(args.out) if args.out else None
+    if file and here.key not in {row.key for row in file.rows}:
+        file.add(here)
+    costs: list[Cost] = []
+    for row in bench.run(args, measure.say):
+        costs.append(row)
+        if file:
+            file.add(row)
+    measure.say("")
+    print(bench.summary(costs))
+    print(measure.disturbance(costs))
+    if args.plot:
+        from .. import report
+
+        rows: list[Row] = [here, *costs]
+        report.plot(rows, args.plot)

@@ -1,0 +1,176 @@
+"""A comparison: what mixers cost, then every cell of every subject, each where its row is missing."""
+
+import itertools
+import json
+import math
+import time
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from transformers import __version__ as transformers_version
+
+from .. import train
+from ..bench import exactness, measure
+from ..bench import models as bench
+from ..results import Cost, Exactness, Picture, Positions, Quality, Row, Run, Search, Writer, of
+from ..train import models
+from ..train.progress import clock
+from . import budget, looks
+from .board import Board
+from .plan import SEARCHED, Subject
+from .quality import Cell, searched, task_of, trained
+
+SIZE = "tiny"  # of the models whose cost is measured
+MOST_SECONDS = 60.0  # of timing; more would not tell more
+
+
+class Comparison:
+    """One folder of results; `minutes` None: as long as it takes, `begun` is when they began to run."""
+
+    def __init__(self, out: Path, *, minutes: float | None, begun: float | None = None):
+        self.out, self.minutes = out, minutes
+        self.begun = time.perf_counter() if begun is None else begun
+        self.board = Board()
+        self.results = Writer(out / "results.jsonl")
+        here = measure.machine(transformers=transformers_version)
+        if here.key not in {row.key for row in self.results.rows}:
+            self.results.add(here)
+        self.pace = budget.Pace(self.begun + 60 * minutes - budget.CLOSING if minutes else math.inf)
+
+    def measure(self, mixers: list[str], lengths: list[int]) -> None:
+        """What is not training: exactness and cost, each where it is missing."""
+        if not of(self.results.rows, Exactness):
+            measure.say("exactness: comparisons with the definition")
+            for compared in list(exactness.rows()):
+                self.results.add(compared)
+        share = 60 * (self.minutes or math.inf) * budget.SHARE_OF_COST
+        seconds = min(share / 3, MOST_SECONDS) / len(lengths)
+        options: dict[str, Any] = {"size": models.SIZES[SIZE], "seconds": seconds, "say": measure.say}
+        known = {(row.work, row.mixer, row.length) for row in of(self.results.rows, Cost)}
+        works: dict[str, Any] = {"training": bench.training, "decoding": bench.decoding}
+        able = {work: [mixer for mixer in mixers if bench.able(mixer, work)] for work in works}
+        end, found = time.perf_counter() + 2 * share, []
+        for length, work in itertools.product(sorted(lengths), works):
+            # All mixers at a length again: a time means something beside the others.
+            if all((work, mixer, length) in known for mixer in able[work]):
+                continue
+            if time.perf_counter() > end:
+                self.board.done(f"cost: the time for it is up; {work} at {length:,} is left out")
+                continue
+            for row in works[work](able[work], length, **options):
+                self.results.add(row)
+                found.append(row)
+        if found:
+            self.board.done(f"cost: {len(found)} times measured; {measure.disturbance(found)}")
+
+    def train(
+        self, subjects: list[Subject], mixers: list[str], *, seeds: list[int] | None, steps: int | None
+    ) -> None:
+        """Every cell that is not done yet; steps and seeds are given, or the subjects' own."""
+        for number, subject in enumerate(subjects):
+            done = {(row.subject, row.mixer, row.seed) for row in of(self.results.rows, Quality)}
+            own = [(mixer, seed) for seed in seeds or subject.seeds for mixer in subject.mixers(mixers)]
+            todo = [Cell(subject, mixer, seed, self.out) for mixer, seed in own]
+            todo = [cell for cell in todo if (subject.name, cell.mixer, cell.seed) not in done]
+            if len(todo) < len(own):
+                self.board.done(
+                    f"{subject.name}: {len(own) - len(todo)} of {len(own)} cells are done already"
+                )
+            if todo:
+                weight = subject.weight / sum(s.weight for s in subjects[number:])
+                self.train_subject(subject, todo, weight=weight, steps=steps)
+            self.look_at(subject)
+
+    def train_subject(self, subject: Subject, todo: list[Cell], *, weight: float, steps: int | None) -> None:
+        """The subject's cells; without given steps they get `weight` of the time that is left."""
+        seconds: dict[str, float] = {}
+        for cell in todo:
+            if cell.mixer not in seconds:
+                measure.say(f"{subject.name}: preparing {subject.data}, timing a step of {cell.mixer}")
+                seconds[cell.mixer] = budget.seconds_a_step(cell) * self.pace.slower
+        each = [seconds[cell.mixer] for cell in todo]
+        steps = self.steps_of(subject, steps, each, self.pace.left * weight)
+        expected = [budget.cell_seconds(subject, step, steps) for step in each]
+        plan = f"{len(todo)} cells of {steps:,} steps, about {clock(sum(expected))}"
+        self.board.done(f"{subject.name}: {plan}")
+        for number, cell in enumerate(todo):
+            what = f"[{number + 1}/{len(todo)}] {cell}"
+            after = self.pace.left - expected[number] if self.minutes else sum(expected[number + 1 :])
+            self.board.begin(what, expected[number], after, of="" if self.minutes else f" of {subject.name}")
+            with self.pace.over(expected[number]):
+                row = trained(cell, steps, self.rate_of(cell, steps), self.board)
+            self.results.add(row)
+            self.board.done(f"{what}: {said(row)}")
+
+    def rate_of(self, cell: Cell, steps: int) -> float:
+        """The subject's rate of learning; of several the best for this mixer, by short runs kept as rows."""
+        rates = cell.subject.rates
+        if len(rates) == 1 or cell.problem(cell.run(steps, rates[0])):
+            return rates[0]
+        found: dict[float, Search] = {}
+        short = max(1, steps // SEARCHED)
+        for row in of(self.results.rows, Search):
+            if (row.subject, row.mixer, row.steps) == (cell.subject.name, cell.mixer, short):
+                found[row.rate] = row
+        missing = [rate for rate in rates if rate not in found]
+        for rate in missing:
+            found[rate] = searched(cell, short, rate, self.board)
+            self.results.add(found[rate])
+        losses = [math.inf if (loss := found[rate].loss) is None else loss for rate in rates]
+        best = rates[losses.index(min(losses))]
+        if missing:
+            shown = ", ".join(f"{loss:.4f} with {rate:g}" for rate, loss in zip(rates, losses))
+            self.board.done(f"{cell}: rate {best:g}; loss after {short} steps {shown}")
+        return best
+
+    def steps_of(self, subject: Subject, steps: int | None, seconds: list[float], budget_: float) -> int:
+        """As given, or the subject's, or what fits the time. What an earlier start has chosen stays."""
+        path = self.out / "plan.json"
+        plan: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+        asked, known = json.loads(json.dumps(asdict(subject))), plan.get(subject.name)
+        if known is None:
+            chosen = steps or subject.steps or budget.steps_that_fit(subject, seconds, budget_)
+            plan[subject.name] = {"subject": asked, "steps": chosen, "minutes": self.minutes}
+            draft = path.with_suffix(".draft")
+            draft.write_text(json.dumps(plan, indent=1) + "\n")
+            draft.rename(path)
+            return chosen
+        if known["subject"] != asked or (steps and known["steps"] != steps):
+            raise train.SettingsError(
+                f"{self.out} holds another comparison of {subject.name}; choose another --out"
+            )
+        if known["minutes"] != self.minutes:
+            made = f"{known['steps']} steps, as chosen for {known['minutes']:g} minutes"
+            self.board.done(f"{subject.name}: {made}; another --out begins anew")
+        return known["steps"]
+
+    def look_at(self, subject: Subject) -> None:
+        """What the trained language models do with their context, where that is not known yet."""
+        rows = of(self.results.rows, Quality)
+        for row in [row for row in rows if row.subject == subject.name and row.status == "done"]:
+            cell = Cell(subject, row.mixer, row.seed, self.out)
+            about = {"subject": subject.name, "mixer": row.mixer}
+            if subject.task in ("lm", "mlm") and row.seed == 0 and not self.results.has(Picture, **about):
+                measure.say(f"{cell}: picture")
+                self.results.add(looks.picture(cell, task_of(cell.run(row.steps, row.rate))))
+            if subject.by_position and not self.results.has(Positions, **about, seed=row.seed):
+                measure.say(f"{cell}: loss by position")
+                self.results.add(looks.positions(cell, task_of(cell.run(row.steps, row.rate))))
+
+    def end(self, command: str) -> list[Row]:
+        """All rows, with one about this command."""
+        took = time.perf_counter() - self.begun
+        started = datetime.fromtimestamp(time.time() - took, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
+        self.results.add(Run(command=command, started=started, minutes=round(took / 60, 1)))
+        return self.results.rows
+
+
+def said(row: Quality) -> str:
+    """A finished cell in one line."""
+    if row.value is None or row.tokens_per_second is None or row.seconds is None:
+        return f"{row.status}: {row.reason}"
+    speed = f"{row.tokens_per_second:,.0f} tokens/s" + (" (contended)" if row.contended else "")
+    learned = ", no better than the most frequent answer" if row.learned is False else ""
+    return f"{row.metric} {row.value:.4g}{learned}, {speed}, {clock(row.seconds)}"

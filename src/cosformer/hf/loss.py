@@ -1,0 +1,49 @@
+"""One-vs-each: a training loss for large vocabularies whose cost does not grow with them.
+
+Titsias, 2016, arXiv:1609.07410:
+
+    log p(y) = -log sum_m exp(f_m - f_y)  >=  sum_{m != y} log sigmoid(f_y - f_m)
+
+The sum on the right is estimated from n classes drawn uniformly, the same for all tokens of a batch: V/n
+times the sum over those that are not y, which is unbiased. Only the scores of the targets and of the n
+classes are computed.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+LOSSES = ("softmax", "one-vs-each")
+
+
+def one_vs_each(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    samples: int,
+    ignore: int = -100,
+    total: Tensor | int | None = None,
+) -> Tensor:
+    """The loss of hidden (N, C) under the output layer weight (V, C), bias (V,) with labels (N,), averaged
+    over those asked.
+
+    All V classes are summed over where there are no more than `samples`. `total` divides instead of the
+    number of labels.
+    """
+    asked = labels != ignore
+    target = labels.clamp_min(0)
+    classes, V = None, len(weight)
+    if samples < V:
+        classes = torch.randint(V, (samples,), device=weight.device)
+    some = weight if classes is None else weight.index_select(0, classes)
+    offset = bias if bias is None or classes is None else bias.index_select(0, classes)
+    others = F.linear(hidden, some, offset).float()  # (N, n)
+    own = (hidden * weight.index_select(0, target)).sum(-1).float()
+    own = own if bias is None else own + bias.index_select(0, target).float()
+    names = torch.arange(V, device=weight.device) if classes is None else classes
+    terms = F.softplus(others - own[:, None]).masked_fill(names == target[:, None], 0.0)  # -log sigmoid
+    scale = 1.0 if classes is None else V / samples
+    loss = scale * (terms.sum(-1) * asked).sum()
+    return loss / (asked.sum().clamp_min(1) if total is None else total)

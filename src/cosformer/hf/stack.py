@@ -1,0 +1,122 @@
+"""The stack of blocks that decoder and encoder share: Llama's, with a mixer where a layer's attention was.
+
+Blocks are normalised before the sum and have a gated MLP. Llama's rotary positions are not used: where a
+layer wants them its mixer has them (softmax+rope). Dropout, which Llama's blocks lack, is on the embeddings
+and on what each block adds.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaModel
+
+from .packing import packed_boundaries
+from .pretrained import CosformerPreTrained, attend, check_cache, check_padding_mask, interior, refuse_weights
+
+
+class CosformerSelfAttention(LlamaAttention):
+    """Llama's projections around a mixer, causal where the config's layers are."""
+
+    def __init__(self, config, layer_idx: int):
+        super().__init__(config, layer_idx)
+        self.is_causal = config.causal_layers
+        heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
+        sizes = {"heads": heads, "kv_heads": kv_heads, "size": self.head_dim}
+        name = config.layer_mixers[layer_idx]
+        self.interior = interior(config, name, causal=config.causal_layers, **sizes)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self, hidden_states, key_mask=None, past_key_values=None, cu_seqlens=None, **kwargs
+    ) -> tuple[Tensor, None]:
+        x = hidden_states
+        cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
+        given = {
+            "causal": self.is_causal,
+            "key_mask": key_mask,
+            "cu_seqlens": cu_seqlens,
+            "cache": cache,
+        }
+        out = attend(self.interior, x, self.q_proj(x), self.k_proj(x), self.v_proj(x), **given)
+        return self.dropout(self.o_proj(out)), None
+
+
+class CosformerMLP(LlamaMLP):
+    """Llama's gated MLP, with dropout."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.dropout(super().forward(x))
+
+
+class CosformerStack(CosformerPreTrained, LlamaModel):
+    """Embeddings, blocks, a last norm."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for i, layer in enumerate(self.layers):
+            layer.self_attn, layer.mlp = CosformerSelfAttention(config, i), CosformerMLP(config)
+        if config.positions == "learned":
+            self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
+        self.dropout = nn.Dropout(config.dropout)
+        self.post_init()
+
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        use_cache=None,
+        **kwargs,
+    ):
+        refuse_weights(self.config, kwargs)
+        check_padding_mask("attention_mask", attention_mask)
+        boundaries = None
+        if past_key_values is None and attention_mask is None:
+            boundaries = kwargs.get("cu_seq_lens_q")
+            boundaries = packed_boundaries(position_ids) if boundaries is None else boundaries
+        if boundaries is not None and use_cache:
+            raise ValueError(
+                "use_cache=True with packed sequences: a cache holds one sequence a row; pass use_cache=False"
+            )
+        if use_cache is None:
+            use_cache = self.config.use_cache and not self.training and boundaries is None
+        if use_cache and past_key_values is None:
+            past_key_values = self.new_cache()
+        check_cache(past_key_values)
+        embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        if self.config.positions == "learned":
+            embedded = embedded + self.position_vectors(embedded, position_ids, past_key_values)
+        return super().forward(
+            past_key_values=past_key_values,
+            inputs_embeds=self.dropout(embedded),
+            use_cache=use_cache,
+            key_mask=attention_mask,  # not as Llama's attention_mask: where it is traced that becomes L x L
+            cu_seqlens=boundaries,
+            **kwargs,
+        )
+
+    def position_vectors(self, inputs: Tensor, position_ids: Tensor | None, cache) -> Tensor:
+        most = self.embed_positions.num_embeddings
+        seen = 0 if cache is None else cache.get_seq_length()
+        last = seen + inputs.shape[1] - 1  # known without looking, so that nothing waits for a GPU
+        if position_ids is None:
+            position_ids = torch.arange(seen, last + 1, device=inputs.device)[None]
+        elif position_ids.is_cpu and not torch.compiler.is_compiling():
+            last = int(position_ids.max())
+        else:
+            last = 0  # the embedding's own check must do
+        if last >= most:
+            cached = f", {seen} of them in the cache" if seen else ""
+            raise ValueError(
+                f"the text has {last + 1} tokens{cached}, but max_position_embeddings is {most} and "
+                "each position has a "
+                f"learned vector; cut the text (tokenizer(..., truncation=True, max_length={most})), "
+                "or use a model "
+                "where it is larger"
+            )
+        return self.embed_positions(position_ids)

@@ -1,0 +1,223 @@
+"""The contract of a mixer: what a mechanism offers, what it declares, what is checked for all of them.
+
+    out         = mixer(q, k, v, x=x, causal=...)       whole sequences     q (B, H, L, D)   k (B, Hk, S, D)
+                v (B, Hk, S, E)
+    out, state  = mixer.stream(q, k, v, state, x=x)     the next tokens of a causal stream
+    memory      = mixer.absorb(k, v)                    a source that cross attention reads many times ...
+    out         = mixer.read(q, memory)                 ... without its keys being computed again
+
+x (B, L, C) is the layer's input, which q was projected from; only mixers with `reads_input` look at it.
+"""
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from ..ops.checks import check_tensors
+from .keys import Keys, extend
+
+Admission = bool | str  # True, or the reason why not
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What a mixer is made for: heads, the size of one, the longest sequence, and the width C of the layer's
+    input.
+    """
+
+    heads: int
+    head_dim: int
+    max_length: int
+    width: int
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be an int of at least 1; got {value!r}")
+
+
+class Mixer(nn.Module):
+    """A mechanism that mixes values along the sequence. A subclass writes `mix`, and `step` if it can stream.
+
+    What a mechanism can do is declared, and an ask outside it raises ValueError with the declared reason. A
+    class that decides by its options sets the attribute on the instance.
+    """
+
+    name: str = ""  # given by @register, or by the name it is built with
+    bidirectional: Admission = True  # every query may see every key
+    causal: Admission = True  # query i, at position i, sees keys j <= i
+    cross: Admission = (
+        True  # keys of another sequence than the queries, of any length unless the class says otherwise
+    )
+    streaming: Admission = "it keeps no decode state"
+    rope: Admission = True  # rotary positions on q and k
+    spe: Admission = True  # stochastic positional encoding of q and k
+    unread: tuple[str, ...] = ()  # those of q and k that have no influence
+    grouped: bool = (
+        False  # mix() takes fewer key heads than query heads as they are; otherwise they are repeated for it
+    )
+    reads_input: bool = False  # mix() needs x
+    learned_positions: bool = True  # a model around it should add learned positions to its embeddings
+    reach: float = math.inf  # how far apart two positions may lie at most
+    short_conv: int = 0  # the width of the convolution that a layer around it should have, and ...
+    qk_norm: bool = False  # ... whether it should norm q and k
+    layer_type: ClassVar[str] = "linear_attention"  # transformers' word for a layer with this mixer
+
+    def __init__(self, sizes: Sizes):
+        super().__init__()
+        self.heads, self.head_dim, self.max_length = sizes.heads, sizes.head_dim, sizes.max_length
+        self.width = sizes.width
+        self.positions: nn.Module | None = None  # a companion of positions.py, set by build
+
+    # What users call
+
+    def forward(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        x: Tensor | None = None,
+        causal: bool = False,
+        key_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        """Attend: q (B, H, L, D), k (B, Hk, S, D), v (B, Hk, S, E) -> (B, H, L, E) in q's dtype.
+
+        Query i stands at position i and key j at position j. key_mask is (B, S) bool, True = keep; a masked
+        key has no influence, whatever it holds. H must be a multiple of Hk (grouped heads). cu_seqlens are
+        the boundaries of sequences packed into one batch row, of which none sees another.
+        """
+        self._check(q, k, v, x, key_mask)
+        self.refuse(causal=causal, cross=q.shape[2] != k.shape[2])
+        if cu_seqlens is not None:
+            if key_mask is not None:
+                raise ValueError(
+                    "key_mask with cu_seqlens: packed sequences have no padding; pass one of them"
+                )
+            return self.mix_packed(q, k, v, cu_seqlens, x=x, causal=causal)
+        q, k, v = self._prepare(q, k, v, key_mask, offset=0)
+        return self.mix(q, k, v, x=x, causal=causal, key_mask=key_mask)
+
+    def stream(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        state: Any = None,
+        *,
+        x: Tensor | None = None,
+        key_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Any]:
+        """Causal attention over the next tokens of a stream; returns their output and the state to pass with
+        the next.
+
+        However a stream is cut, its output is that of one causal call over the whole. A state is never
+        changed in place.
+        """
+        self._admit("streaming", "a stream")
+        self._check(q, k, v, x, key_mask)
+        if q.shape[2] != k.shape[2]:
+            raise ValueError(
+                f"q has length {q.shape[2]} and k has {k.shape[2]}; a stream takes as many queries as keys"
+            )
+        q, k, v = self._prepare(q, k, v, key_mask, offset=0 if state is None else state.position)
+        return self.step(q, k, v, state, x=x, key_mask=key_mask)
+
+    def absorb(self, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None) -> Any:
+        """All keys and values of a source, for `read`: as they are, unless the mechanism has a smaller form
+        of them.
+        """
+        self.refuse(cross=True)
+        return extend(None, k, v, key_mask)
+
+    def read(self, q: Tensor, memory: Any, *, offset: int = 0) -> Tensor:
+        """What queries at positions offset, offset + 1, ... read from a source: cross attention over what was
+        absorbed.
+        """
+        q, k, v = self._source(q, memory, offset)
+        return self.mix(q, k, v, x=None, causal=False, key_mask=memory.key_mask)
+
+    def state_size(self) -> int | None:
+        """The numbers a decoder keeps for a batch row after `max_length` tokens (E = D); None without a
+        stream.
+        """
+        return None
+
+    # What a mechanism writes
+
+    def mix(self, q: Tensor, k: Tensor, v: Tensor, *, x, causal: bool, key_mask: Tensor | None) -> Tensor:
+        """What `forward` returns, after its checks: masked keys and values are zero, key heads repeated
+        unless `grouped`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} must define mix")
+
+    def step(
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any, *, x, key_mask: Tensor | None
+    ) -> tuple[Tensor, Any]:
+        """What `stream` returns, after the same checks. A state has `position`, the tokens it has seen, and
+        `index_select`.
+        """
+        raise NotImplementedError(f"{type(self).__name__} declares streaming and must define step")
+
+    def mix_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, x, causal: bool) -> Tensor:
+        """Packed sequences, one after the other; a mechanism that takes them at once says so here."""
+        ends, parts = cu_seqlens.tolist(), []
+        if len(q) != 1 or ends[0] != 0 or ends[-1] != q.shape[2] or ends != sorted(ends):
+            raise ValueError(
+                f"cu_seqlens must rise from 0 to the length of the one packed row; got {ends} for q "
+                f"{tuple(q.shape)}"
+            )
+        for a, b in pairwise(sorted(set(ends))):  # an empty sequence has no output
+            piece = self._prepare(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], None, offset=0)
+            parts.append(self.mix(*piece, x=None if x is None else x[:, a:b], causal=causal, key_mask=None))
+        return torch.cat(parts, 2)
+
+    # What is the same for all
+
+    def refuse(self, *, causal: bool = False, cross: bool = False) -> None:
+        """Raise ValueError with the reason if this mixer does not do what is asked."""
+        if causal:
+            self._admit("causal", "causal attention")
+        else:
+            self._admit("bidirectional", "bidirectional attention")
+        if cross:
+            self._admit("cross", "attention to another sequence")
+
+    def _admit(self, what: str, said: str) -> None:
+        if (reason := getattr(self, what)) is not True:
+            raise ValueError(f"mixer {self.name!r} does not do {said}: {reason}")
+
+    def _check(self, q: Tensor, k: Tensor, v: Tensor, x: Tensor | None, key_mask: Tensor | None) -> None:
+        check_tensors(q, k, v, key_mask)
+        if (q.shape[1], q.shape[3]) != (self.heads, self.head_dim):
+            raise ValueError(
+                f"q must have {self.heads} heads of size {self.head_dim}, as the mixer has; got q "
+                f"{tuple(q.shape)}"
+            )
+        if self.reads_input and (x is None or x.shape != (q.shape[0], q.shape[2], self.width)):
+            given = "none" if x is None else f"shape {tuple(x.shape)}"
+            raise ValueError(
+                f"mixer {self.name!r} reads the layer's input: x must be (batch, length, width) = "
+                f"{(q.shape[0], q.shape[2], self.width)}; got {given}"
+            )
+
+    def _source(self, q: Tensor, memory: Keys, offset: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries and what was kept of a source, checked and prepared; its keys stand at their own places."""
+        self._check(q, memory.k, memory.v, None, memory.key_mask)
+        return self._prepare(q, memory.k, memory.v, memory.key_mask, offset=offset, source=True)
+
+    def _prepare(
+        self, q, k, v, key_mask, *, offset: int, source: bool = False
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        if key_mask is not None:  # a selection, not a product: NaN in a masked key must not survive
+            k, v = (t.masked_fill(~key_mask[:, None, :, None], 0) for t in (k, v))
+        if k.shape[1] != self.heads and not (self.grouped and self.positions is None):
+            k, v = (t.repeat_interleave(self.heads // t.shape[1], 1) for t in (k, v))
+        if self.positions is not None:
+            q, k = self.positions(q, k, offset=offset, key_offset=0 if source else offset)
+        return q, k, v

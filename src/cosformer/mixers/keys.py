@@ -1,0 +1,46 @@
+"""Keys and values as they are: what softmax keeps of a stream, and any mixer may keep of a source."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Keys:
+    """Keys and values (B, H, S, .) of a stream so far and the place of each; the next token stands at
+    `position`.
+    """
+
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None  # (B, S), True = keep; None while nothing was masked
+    at: Tensor  # (S,)
+    position: int
+
+    def index_select(self, index: Tensor) -> "Keys":
+        """The keys with batch rows chosen by `index`: the reordering that beam search asks for."""
+        mask = None if self.key_mask is None else self.key_mask.index_select(0, index)
+        return replace(self, k=self.k.index_select(0, index), v=self.v.index_select(0, index), key_mask=mask)
+
+    def keep(self, index: Tensor) -> "Keys":
+        """Only the keys at `index`; the others are forgotten."""
+        k, v = (x.index_select(2, index) for x in (self.k, self.v))
+        mask = None if self.key_mask is None else self.key_mask[:, index]
+        return replace(self, k=k, v=v, key_mask=mask, at=self.at[index])
+
+
+def extend(keys: Keys | None, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Keys:
+    """The keys with the next ones behind them."""
+    start = 0 if keys is None else keys.position
+    at = torch.arange(start, start + k.shape[2], device=k.device)
+    if keys is None:
+        return Keys(k, v, key_mask, at, k.shape[2])
+    if keys.key_mask is not None or key_mask is not None:
+        key_mask = torch.cat([_all_kept(keys.k, keys.key_mask), _all_kept(k, key_mask)], 1)
+    k, v = torch.cat([keys.k, k], 2), torch.cat([keys.v, v], 2)
+    return Keys(k, v, key_mask, torch.cat([keys.at, at]), start + len(at))
+
+
+def _all_kept(k: Tensor, key_mask: Tensor | None) -> Tensor:
+    return k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask

@@ -1,0 +1,158 @@
+"""The contract of operator and backends: what a call holds, what follows from it, what a backend declares.
+
+B, H, Hk   batch, query heads, key/value heads      L, S   query and key length      D, E   key and value size
+F          features of the state: 2D with a cosine, D without
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+class Inputs(NamedTuple):
+    """The tensors of one call."""
+
+    q: Tensor  # (B, H, L, D)
+    k: Tensor  # (B, Hk, S, D)
+    v: Tensor  # (B, Hk, S, E)
+    decay: Tensor | None = None  # rates (H,) or (B, H, S), in the dtype of sums
+    key_mask: Tensor | None = None  # (B, S) bool, True = keep
+    cu_seqlens: Tensor | None = None  # boundaries of packed sequences: int64, on the CPU
+    state: Tensor | None = None  # (B, H, F, E + 1), in the dtype of sums: the keys before the first
+
+
+class Call(NamedTuple):
+    """The options of one call, and what follows from them."""
+
+    horizons: tuple[float, ...]  # one, or one per head; infinite: no cosine
+    causal: bool = False
+    q_offset: int = 0  # query i stands at q_offset + i, key j at j
+    position: int = 0  # of the first key on the axis of angles: how far a stream has come
+    relu: bool = False
+    signed: bool = False
+    eps: float = 1e-6
+    keep_state: bool = False  # the state after the last key is wanted
+    backend: str | None = None
+
+    @property
+    def cosine(self) -> bool:
+        return min(self.horizons) < math.inf
+
+    def two_sided(self, x: Inputs) -> bool:
+        """With decay and no order two sweeps meet, and no one state holds all keys."""
+        return x.decay is not None and not self.causal
+
+    def returns_state(self, x: Inputs) -> bool:
+        """Where it is wanted; and where one state serves all queries, since the backward reads it again."""
+        return self.keep_state or not (self.causal or x.decay is not None or x.cu_seqlens is not None)
+
+    def state_shape(self, q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
+        B, H, _, D = q.shape
+        return B, H, 2 * D if self.cosine else D, v.shape[3] + 1
+
+
+class Outputs(NamedTuple):
+    """What a call returns."""
+
+    out: Tensor  # (B, H, L, E) in q's dtype, laid out as `projected`
+    norm: Tensor  # (B, H, L), in the dtype of sums: the normaliser before its clamp
+    after: Tensor | None  # (B, H, F, E + 1), in the dtype of sums: the state after the last key
+
+    @classmethod
+    def empty(cls, x: Inputs, call: Call) -> "Outputs":
+        """Unfilled, with the shapes, dtypes and strides that every backend must return."""
+        B, H, L, _ = x.q.shape
+        sums = sum_dtype(x.q.dtype)
+        out = projected(x.q, H, L, x.v.shape[3])
+        norm = x.q.new_empty_strided((B, H, L), (H * L, L, 1), dtype=sums)
+        if not call.returns_state(x):
+            return cls(out, norm, None)
+        return cls(out, norm, x.q.new_empty(call.state_shape(x.q, x.v), dtype=sums))
+
+
+class Upstream(NamedTuple):
+    """The gradients that a backward starts from."""
+
+    dout: Tensor
+    dafter: Tensor | None  # None unless the state was wanted
+
+
+class Grads(NamedTuple):
+    """The gradients of a call's inputs; None where the input is."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    decay: Tensor | None
+    state: Tensor | None
+
+    @classmethod
+    def empty(cls, x: Inputs) -> "Grads":
+        """Unfilled, with the shapes, dtypes and strides that every backend must return."""
+        q, k, v = (projected(t, t.shape[1], t.shape[2], t.shape[3]) for t in (x.q, x.k, x.v))
+        decay, state = (None if t is None else t.new_empty(t.shape) for t in (x.decay, x.state))
+        return cls(q, k, v, decay, state)
+
+
+@dataclass(frozen=True)
+class Backend:
+    """An implementation of the operator: two functions, and what they can run; None stands for anything.
+
+    A module `ops/_name.py` declares one as BACKEND. Backends never import one another.
+    """
+
+    forward: Callable[[Inputs, Call], Outputs]
+    backward: Callable[[Upstream, Inputs, Outputs, Call], Grads]
+    devices: tuple[str, ...] | None = None
+    dtypes: tuple[torch.dtype, ...] = DTYPES
+    sizes: range | None = None  # of keys and of values
+    problem: Callable[[], str | None] = lambda: None  # why it cannot run on this machine, if so
+    info: Callable[[], dict[str, object]] = dict  # what it has to say of itself
+
+    def refusal(self, q: Tensor, v: Tensor) -> str | None:
+        """Why it cannot run a call on such tensors; None if it can."""
+        if q.dtype not in self.dtypes:
+            names = ", ".join(str(dtype).removeprefix("torch.") for dtype in self.dtypes)
+            return f"it takes {names}; got {q.dtype}"
+        D, E = q.shape[3], v.shape[3]
+        if self.sizes is not None and not (D in self.sizes and E in self.sizes):
+            accepted = f"{self.sizes[0]} to {self.sizes[-1]}"
+            return f"it takes keys and values of size {accepted}; got {D} and {E}"
+        return self.refusal_on(q.device.type)
+
+    def refusal_on(self, device: str) -> str | None:
+        """Why it cannot run on this kind of device at all; None if it can."""
+        if self.devices is not None and device not in self.devices:
+            return f"it runs on {', '.join(self.devices)}; got {device}"
+        return self.problem()
+
+
+def sum_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of sums, normalisers and states."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def exact_dtype(device: torch.device) -> torch.dtype:
+    """Of angles and of running sums of rates: float64 wherever the device has it."""
+    return torch.float32 if device.type == "mps" else torch.float64
+
+
+def projected(like: Tensor, heads: int, length: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
+    """An empty (B, heads, length, size) laid out as (B, length, heads, size), as projections are."""
+    shape = (like.shape[0], heads, length, size)
+    strides = (length * heads * size, size, heads * size, 1)
+    return like.new_empty_strided(shape, strides, dtype=dtype or like.dtype)
+
+
+@lru_cache  # kept from call to call: a decode step is short, and to another device this is a transfer
+def theta(horizons: tuple[float, ...], device: torch.device) -> Tensor:
+    """Radians per position, one for each horizon."""
+    angles = torch.tensor([math.pi / 2 / h for h in horizons], dtype=exact_dtype(device), device="cpu")
+    return angles.to(device, non_blocking=True)

@@ -1,0 +1,96 @@
+"""A short depthwise convolution along the sequence: each channel a weighted sum of a few neighbouring tokens.
+
+    y_t = sum_s w_s x_(t + ahead - s)      s = 0 .. width - 1      ahead = 0 is causal
+
+Tokens outside the sequence are zero, and so are those of another sequence packed into the same row. The
+gradient of x is the same with the taps reversed: dx_t = sum_s w_s dy_(t - ahead + s).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from . import _native
+
+
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    ahead: int = 0,
+    before: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+) -> Tensor:
+    """x (B, L, C), weight (C, width) -> (B, L, C).
+
+    before       (B, width - 1, C), the tokens before x in a causal stream
+    cu_seqlens   boundaries of sequences packed into one row; none sees another
+    """
+    if before is not None:
+        return _streamed(x, weight, before)
+    if _has_kernel(x):
+        boundaries = None if cu_seqlens is None else cu_seqlens.to("cpu", torch.int64).contiguous()
+        return _Convolution.apply(x, weight, ahead, boundaries)
+    return _plain(x, weight, ahead, cu_seqlens)
+
+
+def _has_kernel(x: Tensor) -> bool:
+    """Whether the native kernel takes x now: where torch traces or maps, its own operations do."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or is_functorch_wrapped_tensor(x):
+        return False
+    return type(x) is Tensor and x.numel() > 0 and _native.convolves(x)
+
+
+class _Convolution(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, ahead: int, boundaries: Tensor | None) -> Tensor:
+        ctx.save_for_backward(x, weight, boundaries)
+        ctx.ahead = ahead
+        return _native.convolve(x, _taps(weight), ahead, boundaries)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy: Tensor):
+        x, weight, boundaries = ctx.saved_tensors
+        dx = dweight = None
+        if ctx.needs_input_grad[0]:
+            back = weight.shape[1] - 1 - ctx.ahead
+            dx = _native.convolve(dy, _taps(weight.flip(1)), back, boundaries)
+        if ctx.needs_input_grad[1]:
+            dweight = _native.convolution_weight_gradient(x, dy, weight.shape[1], ctx.ahead, boundaries)
+            dweight = dweight.T.to(weight.dtype)
+        return dx, dweight, None, None
+
+
+def _taps(weight: Tensor) -> Tensor:
+    """(width, C) in float32, as the kernel reads them."""
+    return weight.detach().T.to(torch.float32).contiguous()
+
+
+def _streamed(x: Tensor, weight: Tensor, before: Tensor) -> Tensor:
+    seen = torch.cat([before.to(x.dtype), x], 1)
+    windows = seen.unfold(1, weight.shape[1], 1)  # (B, L, C, width), oldest first
+    return (windows * weight.flip(1).to(x.dtype)).sum(-1)
+
+
+def _plain(x: Tensor, weight: Tensor, ahead: int, cu_seqlens: Tensor | None) -> Tensor:
+    L, width = x.shape[1], weight.shape[1]
+    back, w = width - 1 - ahead, weight.to(x.dtype)
+    padded = F.pad(x, (0, 0, back, ahead))
+    y = x * w[:, ahead]
+    for s in (s for s in range(width) if s != ahead):
+        shifted = padded[:, width - 1 - s : width - 1 - s + L]
+        if cu_seqlens is not None:
+            shifted = shifted.masked_fill(~_together(cu_seqlens, L, s - ahead)[:, None], 0)
+        y = torch.addcmul(y, shifted, w[:, s])
+    return y
+
+
+def _together(cu_seqlens: Tensor, length: int, back: int) -> Tensor:
+    """Which of the packed tokens (L,) have the token `back` places before them in their own sequence."""
+    at = torch.arange(length, device=cu_seqlens.device)
+    ends = cu_seqlens[1:].contiguous()
+    number = torch.bucketize(at, ends, right=True)
+    return number == torch.bucketize((at - back).clamp(0, length - 1), ends, right=True)

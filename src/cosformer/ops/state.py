@@ -1,0 +1,125 @@
+"""State: what a stream remembers, how it takes in the next tokens, and how it takes the last of them back."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .call import Call, Inputs
+from .operator import attend
+
+
+class Tokens(NamedTuple):
+    """Keys that a state has taken in since its snapshot, kept so that the last of them can be taken back."""
+
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None
+    decay: Tensor | None
+    call: Call
+
+    def first(self, n: int) -> "Tokens":
+        rates = self.decay[:, :, :n] if self.decay is not None and self.decay.ndim == 3 else self.decay
+        mask = None if self.key_mask is None else self.key_mask[:, :n]
+        return self._replace(k=self.k[:, :, :n], v=self.v[:, :, :n], key_mask=mask, decay=rates)
+
+    def map(self, change: Callable[[Tensor], Tensor], *, rows: bool) -> "Tokens":
+        """Change every tensor; a change of batch rows leaves rates per head alone, since they have none."""
+        keep = rows and self.decay is not None and self.decay.ndim == 1
+        rates = self.decay if self.decay is None or keep else change(self.decay)
+        mask = None if self.key_mask is None else change(self.key_mask)
+        return self._replace(k=change(self.k), v=change(self.v), key_mask=mask, decay=rates)
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """All that a stream remembers: a tensor (B, H, F, E + 1), whose last column is the normaliser, and a
+    position.
+
+    F is 2D, or D with an infinite horizon. A State is never changed in place, so keeping one is a valid way
+    back to it; `snapshot` and `rollback` do the same for the last tokens only. It is differentiable, a pytree
+    to torch, and `torch.load` reads a saved one as safely as a tensor.
+
+    The horizon is part of the sums in the tensor, so a State knows its own and is refused where another is
+    given. Rates are not: each token brings its own, and none is a rate of 0, so they may change, begin or end
+    anywhere.
+    """
+
+    tensor: Tensor
+    position: int = 0
+    horizons: tuple[float, ...] | None = None  # one, or one per head; None, made by hand: the next call's
+    origin: "State | None" = None  # set by snapshot(): where rollback() starts from ...
+    trail: tuple[Tokens, ...] = ()  # ... and what was taken in since
+
+    def index_select(self, index: Tensor) -> "State":
+        """The state with batch rows chosen by `index`: the reordering that beam search asks for."""
+        return self._map(lambda t: t.index_select(0, index), rows=True)
+
+    def to(self, device: torch.device | str) -> "State":
+        """The state on another device."""
+        return self._map(lambda t: t.to(torch.device(device)))
+
+    def detach(self) -> "State":
+        """The state cut from the graph, as truncated back-propagation through time needs it."""
+        return self._map(lambda t: t.detach())
+
+    def snapshot(self) -> "State":
+        """The same state, remembering from here on the tokens it takes in, for `rollback`."""
+        here = State(self.tensor, self.position, self.horizons)
+        return replace(here, origin=here)
+
+    def rollback(self, tokens: int) -> "State":
+        """The state as it was `tokens` tokens ago, exactly; it can go back as far as the last snapshot."""
+        start = self.origin
+        if start is None:
+            raise ValueError(
+                "rollback: this state has no snapshot to return to; call state.snapshot() before the tokens"
+            )
+        seen = self.position - start.position
+        if not 0 <= tokens <= seen:
+            raise ValueError(f"rollback: tokens is {tokens}; 0 to {seen} were seen since the snapshot")
+        state, keep = start.snapshot(), seen - tokens
+        for taken in self.trail:
+            if keep == 0:
+                break
+            k, v, key_mask, rates, call = taken.first(keep)
+            q = k[:, :1].expand(-1, self.tensor.shape[1], -1, -1)  # no output is wanted, only the state
+            _, state = advance(state, Inputs(q, k, v, rates, key_mask, state=state.tensor), call)
+            keep -= k.shape[2]
+        return state
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What safetensors keeps; `State.from_state_dict` is the way back. A snapshot is not kept."""
+        saved = {"tensor": self.tensor, "position": torch.tensor(self.position)}
+        if self.horizons is not None:
+            saved["horizons"] = torch.tensor(self.horizons, dtype=torch.float64)
+        return saved
+
+    @classmethod
+    def from_state_dict(cls, saved: dict[str, Tensor]) -> "State":
+        horizons = saved.get("horizons")
+        known = None if horizons is None else tuple(horizons.tolist())
+        return cls(saved["tensor"], int(saved["position"]), known)
+
+    def _map(self, change: Callable[[Tensor], Tensor], *, rows: bool = False) -> "State":
+        origin = None if self.origin is None else replace(self.origin, tensor=change(self.origin.tensor))
+        trail = tuple(seen.map(change, rows=rows) for seen in self.trail)
+        return replace(self, tensor=change(self.tensor), origin=origin, trail=trail)
+
+
+torch.export.register_dataclass(State)
+torch.serialization.add_safe_globals([State, Tokens, Call])
+
+
+def advance(state: State | None, x: Inputs, call: Call) -> tuple[Tensor, State]:
+    """The output of the next tokens of a stream, and the state after them; x and call hold this one."""
+    out, _, after = attend(x, call)
+    assert after is not None, "a stream keeps its state"
+    position = call.position + x.k.shape[2]
+    if state is None or state.origin is None:
+        return out, State(after, position, call.horizons)
+    mask, rates = (None if t is None else t.clone() for t in (x.key_mask, x.decay))
+    taken = Tokens(x.k.clone(), x.v.clone(), mask, rates, call)  # clones: the caller may reuse its buffers
+    return out, State(after, position, call.horizons, state.origin, (*state.trail, taken))

@@ -1,0 +1,195 @@
+"""Rows put together for showing: cells over seeds, the tasks they belong to, and who is ahead on each."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from ..results import Cost, Exactness, Machine, Picture, Positions, Quality, Row, Run, Search, latest, of
+from .style import NOTHING, digits, looks, name, percent, score
+
+OURS = ("cosformer", "cosformer-paper")
+THEIRS = ("softmax+rope", "softmax")
+GROUPS = {  # of tasks, in the order of the page
+    "lm": "Language modelling",
+    "finetune": "Pre-training and fine-tuning",
+    "lra": "Long-Range Arena",
+    "recall": "Recall",
+    "seq2seq": "Cross attention",
+    "toy": "Toy tasks",
+}
+TIE = 0.005  # nothing smaller is a difference: of the value, or of 1 where the metric is a share
+
+
+class Span(NamedTuple):
+    """A value over seeds: its mean and range."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+
+    def text(self, metric: str) -> str:
+        return score(metric, self.mean)
+
+    def range(self, metric: str) -> str:
+        """The lowest and the highest of several seeds; empty for one."""
+        return f"{score(metric, self.low)}–{score(metric, self.high)}" if self.seeds > 1 else ""
+
+
+def span(values: Iterable[float | None]) -> Span | None:
+    """Of the values there are; None if there is none."""
+    found = [value for value in values if value is not None]
+    return Span(sum(found) / len(found), min(found), max(found), len(found)) if found else None
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What one mixer reached in one experiment, over its seeds."""
+
+    mixer: str
+    done: list[Quality]
+    undone: list[Quality]  # refused or failed
+
+    def over_seeds(self, read: Callable[[Quality], float | None]) -> Span | None:
+        return span(read(row) for row in self.done)
+
+    @cached_property
+    def value(self) -> Span | None:
+        return self.over_seeds(lambda row: row.value)
+
+    @property
+    def learned(self) -> bool:
+        """Whether most seeds beat the most frequent answer; yes where there is no such answer."""
+        known = [row.learned for row in self.done if row.learned is not None]
+        return not known or 2 * sum(known) > len(known)
+
+    @property
+    def why_not(self) -> str:
+        """Why there is no value: "refused: reason"."""
+        return ": ".join(filter(None, [self.undone[-1].status, self.undone[-1].reason]))
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """One subject at one size, on which mixers can be compared; `row` is any of its rows."""
+
+    row: Quality
+    cells: list[Cell]
+
+    @property
+    def best_is(self) -> str:
+        return "most" if self.row.greater_is_better else "least"
+
+    @property
+    def seeds(self) -> int:
+        return max(len(cell.done) for cell in self.cells)
+
+    def cell(self, mixer: str) -> Cell | None:
+        return next((cell for cell in self.cells if cell.mixer == mixer), None)
+
+    def tried(self, mixers: Iterable[str]) -> list[Cell]:
+        """The cells of these mixers, in this order but for those without a value, which come last."""
+        found = [cell for mixer in mixers if (cell := self.cell(mixer))]
+        return sorted(found, key=lambda cell: cell.value is None)
+
+
+class Measured:
+    """All rows of a report, by kind; of rows about the same thing the last."""
+
+    def __init__(self, rows: Iterable[Row]):
+        kept = latest(rows)
+        self.machines, self.runs = of(kept, Machine), of(kept, Run)
+        self.quality, self.searches, self.positions = of(kept, Quality), of(kept, Search), of(kept, Positions)
+        self.cost, self.exactness, self.pictures = of(kept, Cost), of(kept, Exactness), of(kept, Picture)
+        self.experiments = _experiments(self.quality)
+        self.mixers = list(looks(mixer for row in kept if (mixer := getattr(row, "mixer", None))))
+        self.titles = {row.subject: row.title for row in self.quality}
+
+    def group(self, name: str) -> list[Experiment]:
+        return [e for e in self.experiments if e.row.group == name]
+
+    @property
+    def groups(self) -> list[str]:
+        return list(dict.fromkeys(e.row.group for e in self.experiments))
+
+    @property
+    def compared(self) -> list[Experiment]:
+        """The study repeats tasks to learn about parts of mixers; it is not a contest."""
+        return [e for e in self.experiments if e.row.group != "study"]
+
+
+def _experiments(rows: list[Quality]) -> list[Experiment]:
+    together: dict[tuple, list[Quality]] = {}
+    for row in rows:
+        together.setdefault((row.subject, row.size, row.length, row.steps), []).append(row)
+    order = [*GROUPS, *(row.group for row in rows)]
+    found = [Experiment(mine[0], _cells(mine)) for mine in together.values()]
+    return sorted(found, key=lambda e: order.index(e.row.group))
+
+
+def _cells(rows: list[Quality]) -> list[Cell]:
+    cells = []
+    for mixer in looks(row.mixer for row in rows):
+        mine = [row for row in rows if row.mixer == mixer]
+        done = [row for row in mine if row.status == "done"]
+        cells.append(Cell(mixer, done, [row for row in mine if row.status != "done"]))
+    return cells
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One task: our mixer beside the better softmax."""
+
+    experiment: Experiment
+    ours: Cell | None
+    theirs: Cell | None
+    outcome: str  # better, worse, tie, not learned, not compared
+    difference: str  # "2.6 % higher"; why nothing can be said, if not compared
+    margin: str = ""  # why a tie is one
+
+
+def verdict(e: Experiment) -> Verdict:
+    ours, theirs = e.tried(OURS), e.tried(THEIRS)
+    for cells, mixers in ((ours, OURS), (theirs, THEIRS)):
+        if not cells:
+            return Verdict(e, None, None, "not compared", f"{name(mixers[0])} not measured")
+        if cells[0].value is None:
+            return Verdict(e, None, None, "not compared", f"{name(cells[0].mixer)} {cells[0].why_not}")
+    sign = 1 if e.row.greater_is_better else -1
+    reached = [(sign * cell.value.mean, cell) for cell in theirs if cell.value]
+    mine, other = ours[0], max(reached, key=lambda pair: pair[0])[1]  # beating the weaker would prove nothing
+    assert mine.value and other.value
+    if not any(cell.learned for cell in e.cells if cell.value):
+        return Verdict(e, mine, other, "not learned", NOTHING)
+    a, b = mine.value.mean, other.value.mean
+    difference = (
+        f"{100 * abs(a - b):.1f} points" if percent(e.row.metric) else f"{100 * abs(a / b - 1):.1f} %"
+    )
+    difference = "equal" if a == b else f"{difference} {'higher' if a > b else 'lower'}"
+    if margin := _why_tied(e, mine.value, other.value):
+        return Verdict(e, mine, other, "tie", difference, margin)
+    return Verdict(e, mine, other, "better" if sign * (a - b) > 0 else "worse", difference)
+
+
+def change(metric: str, before: float, after: float) -> str:
+    """The size of a difference: in points of a share, else in per cent of what was before."""
+    size = abs(after - before)
+    if percent(metric):
+        return f"{100 * size:.1f} points"
+    return f"{100 * size / abs(before):.1f} %" if before else digits(size)
+
+
+def _why_tied(e: Experiment, ours: Span, theirs: Span) -> str:
+    """Why the difference of two values proves nothing; empty if it does."""
+    a, b = ours.mean, theirs.mean
+    if abs(a - b) <= TIE * (1.0 if percent(e.row.metric) else abs(b)):
+        return f"less than {100 * TIE:g} %"
+    if max(ours.seeds, theirs.seeds) > 1 and ours.low <= theirs.high and theirs.low <= ours.high:
+        return "the ranges of the seeds overlap"
+    if percent(e.row.metric) and 0 <= min(a, b) and max(a, b) <= 1:
+        error = math.sqrt((a * (1 - a) + b * (1 - b)) / max(1, e.row.examples))
+        if abs(a - b) <= 2 * error:
+            return f"within two standard errors of {e.row.examples:,} test examples"
+    return ""

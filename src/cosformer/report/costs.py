@@ -1,0 +1,132 @@
+"""Time, memory and cache against length: which rows belong together, how they grow, where they cross."""
+
+import math
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from ..results import Cost, growth
+from .cells import OURS, THEIRS, Measured
+from .chart import Points
+from .style import digits, listed, looks, mib, name, times
+
+CONTENDED = "†"
+CONTENDED_NOTE = f"{CONTENDED} measured while other processes took part of the machine: slower than it is."
+
+
+class Kind(NamedTuple):
+    """One kind of cost."""
+
+    id: str
+    title: str
+    read: Callable[[Cost], float | None]
+    write: Callable[[float], str] = digits
+    best: str = "least"
+
+
+TIME = Kind("ms", "time, ms", lambda row: row.ms)
+MEMORY = Kind("memory", "peak memory, MiB", lambda row: row.memory_mib)
+CACHE = Kind("cache", "cache, MiB", lambda row: row.cache_bytes and row.cache_bytes / 2**20)
+KINDS = {"training": (TIME, MEMORY), "decoding": (TIME, CACHE)}
+
+
+def groups(measured: Measured, work: str) -> Iterator[tuple[str, list[Cost]]]:
+    """Rows that may stand in one table, and what they are; of several backends the fastest."""
+    found: dict[tuple, dict[tuple, Cost]] = {}
+    for row in measured.cost:
+        if row.work == work:
+            what = (row.what, row.causal, row.size, row.heads, row.head_dim, row.dtype)
+            fastest, at = found.setdefault(what, {}), (row.mixer, row.length)
+            fastest[at] = min(row, fastest.get(at, row), key=lambda row: row.ms)
+    order = {"model": 0, "mixer": 1, "operator": 2}  # whole models first, causal before not causal
+    for _, fastest in sorted(found.items(), key=lambda item: (order[item[0][0]], not item[0][1])):
+        rows = list(fastest.values())
+        yield _described(rows[0]), rows
+
+
+def _described(row: Cost) -> str:
+    what = {"model": "a whole model", "mixer": "one mixer alone", "operator": "one attention alone"}[row.what]
+    shape = f"{row.heads} heads of {row.head_dim}" if row.heads and row.head_dim else None
+    dtype = None if row.dtype == "float32" else row.dtype
+    return ", ".join(filter(None, [what, "causal" if row.causal else "not causal", row.size, shape, dtype]))
+
+
+def mixers(rows: list[Cost]) -> list[str]:
+    """In the order in which they are shown."""
+    return list(looks(row.mixer for row in rows))
+
+
+def points(rows: list[Cost], mixer: str, kind: Kind = TIME) -> Points:
+    found = [(row.length, kind.read(row)) for row in rows if row.mixer == mixer]
+    return sorted((length, value) for length, value in found if value)
+
+
+def growth_text(rows: list[Cost]) -> str:
+    """The exponents, and how many lengths each was fitted to."""
+    fits = [(name(mixer), fit) for mixer in mixers(rows) if (fit := growth(points(rows, mixer)))]
+    said = [f"n^{fit.exponent:.2f} ({mixer}, {fit.lengths} lengths)" for mixer, fit in fits]
+    return f"Fitted to the longest lengths, time grows as {listed(said)}." if said else ""
+
+
+def crossing(a: Points, b: Points) -> tuple[float, float] | None:
+    """Where curve a first passes curve b, between two lengths both have; straight lines on log axes."""
+    first, second = dict(a), dict(b)
+    gaps = [(x, math.log(first[x] / second[x])) for x in sorted(first.keys() & second.keys())]
+    for (x0, g0), (x1, g1) in zip(gaps, gaps[1:]):
+        if g0 * g1 < 0:
+            share = g0 / (g0 - g1)
+            x = math.exp(math.log(x0) + share * math.log(x1 / x0))
+            return x, math.exp(math.log(first[x0]) + share * math.log(first[x1] / first[x0]))
+    return None
+
+
+class Contest:
+    """Our rows and softmax's at the lengths where both were measured."""
+
+    def __init__(self, rows: list[Cost]):
+        self.us, self.them = (
+            next((mixer for mixer in those if any(row.mixer == mixer for row in rows)), those[0])
+            for those in (OURS, THEIRS)
+        )
+        self.ours, self.theirs = (
+            {row.length: row for row in rows if row.mixer == mixer} for mixer in (self.us, self.them)
+        )
+        self.lengths = sorted(self.ours.keys() & self.theirs.keys())
+        self.crossing = crossing(points(rows, self.us), points(rows, self.them))
+
+    def outcome(self, length: int) -> str:
+        """ "3.1× faster than"; as fast where the measured ranges overlap."""
+        a, b = self.ours[length], self.theirs[length]
+        if (a.ms_low or a.ms) <= (b.ms_high or b.ms) and (b.ms_low or b.ms) <= (a.ms_high or a.ms):
+            return "as fast (the measured ranges overlap) as"
+        busy = " (on a busy machine)" if a.contended or b.contended else ""
+        word = "faster" if a.ms < b.ms else "slower"
+        return f"{times(max(a.ms, b.ms) / min(a.ms, b.ms))} {word}{busy} than"
+
+    def lost(self) -> list[str]:
+        """The lengths at which softmax is faster."""
+        return [f"{n:,}" for n in self.lengths if "slower" in self.outcome(n)]
+
+    def crossing_text(self) -> str:
+        """Where the two cross, or which is ahead throughout."""
+        if self.crossing:
+            place = digits(self.crossing[0])
+            return f"The ring marks where {name(self.us)} and {name(self.them)} cross, near {place} tokens."
+        if not self.lengths:
+            return ""
+        word = "faster" if self.ours[self.lengths[-1]].ms < self.theirs[self.lengths[-1]].ms else "slower"
+        return f"{name(self.us)} is {word} than {name(self.them)} at every length measured."
+
+    def cache_text(self) -> str:
+        """Our cache after the longest context, beside softmax's."""
+        mine, other = (CACHE.read(rows[self.lengths[-1]]) for rows in (self.ours, self.theirs))
+        if not mine:
+            return ""
+        sizes = {row.cache_bytes for row in self.ours.values()}
+        grows = " that does not grow" if len(self.ours) > 1 and len(sizes) == 1 else ""
+        return f", with a cache of {mib(mine)}{grows}" + (f" against {mib(other)}" if other else "")
+
+
+def contest(measured: Measured, work: str) -> Contest:
+    """Of the first group that has both: whole models before parts of them."""
+    contests = [Contest(rows) for _, rows in groups(measured, work)]
+    return next((found for found in contests if found.lengths), Contest([]))

@@ -1,0 +1,84 @@
+"""Attention matrices as pictures: a PNG of several with their scales, or one pixel a weight for the page."""
+
+import base64
+import io
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+Matrix = Sequence[Sequence[float | None]]
+BRIGHT = 0.99  # the share of weights below the top of the scale: one bright point must not darken the rest
+
+
+class Shades(NamedTuple):
+    """The colours of a matrix: from dark to bright; around white, blue to red, where weights have signs."""
+
+    colours: str
+    low: float
+    high: float
+    extend: str  # where the scale is cut off
+
+
+def _shades(matrix: Any) -> Shades:
+    values = [float(x) for line in matrix for x in line if x == x]
+    sizes = sorted(map(abs, values))
+    high = sizes[int(BRIGHT * (len(sizes) - 1))] or 1.0
+    cut = sizes[-1] > high
+    if min(values) < -high / 20:
+        return Shades("RdBu_r", -high, high, "both" if cut else "neither")
+    return Shades("magma", 0.0, high, "max" if cut else "neither")
+
+
+def numbers(matrix: Matrix) -> list[list[float]]:
+    """With NaN where there is no weight."""
+    return [[float("nan") if x is None else float(x) for x in line] for line in matrix]
+
+
+def draw(panels: Mapping[str, Any], path: str | Path, *, title: str = "", columns: int = 4) -> Path:
+    """Draw (L, S) arrays, one panel for each title, to a PNG.
+
+    Every panel has its own scale, shown beside it: a mechanism's pattern is of interest, not how thinly it
+    spreads. NaN is left blank.
+    """
+    import matplotlib
+    from matplotlib.figure import Figure
+
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    size = (2.9 * columns + 0.2, 2.75 * rows + (0.35 if title else 0))
+    figure = Figure(figsize=size, layout="constrained", dpi=160)
+    with matplotlib.rc_context({"font.size": 8, "axes.titlesize": 9, "axes.linewidth": 0.5}):
+        axes = figure.subplots(rows, columns, squeeze=False)
+        for axis, (name, array) in zip(axes.flat, panels.items(), strict=False):
+            colours, low, high, extend = _shades(array)
+            image = axis.imshow(array, interpolation="nearest", cmap=colours, vmin=low, vmax=high)
+            axis.set(title=name, facecolor="0.93")
+            axis.set(xticks=[0, len(array[0]) - 1], yticks=[0, len(array) - 1])
+            bar = figure.colorbar(image, ax=axis, fraction=0.045, pad=0.03, extend=extend)
+            bar.outline.set_linewidth(0.4)
+            for part in (axis, bar.ax):
+                part.tick_params(labelsize=6, width=0.4, length=2)
+        for axis in axes.flat[len(panels) :]:
+            axis.set_visible(False)
+        for axis in axes[:, 0]:
+            axis.set_ylabel("query")
+        for axis in axes[-1]:
+            axis.set_xlabel("key")
+        if title:
+            figure.suptitle(title, fontsize=10)
+        figure.savefig(path)
+    return Path(path)
+
+
+def data_uri(matrix: Matrix) -> str:
+    """A PNG of one pixel a weight, as an address that a page can hold; clear where there is no weight."""
+    import matplotlib
+    from matplotlib.image import imsave
+
+    values = numbers(matrix)
+    shades = _shades(values)
+    colours = matplotlib.colormaps[shades.colours].with_extremes(bad=(0, 0, 0, 0))
+    file = io.BytesIO()
+    same: dict[str, Any] = {"Software": None}  # the version would make the same results give other bytes
+    imsave(file, values, vmin=shades.low, vmax=shades.high, cmap=colours, format="png", metadata=same)
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

@@ -1,0 +1,347 @@
+"""Measured rows: one dataclass for each kind, one writer, one reader of JSON lines; needs no torch.
+
+A results file is only appended to, each row as soon as it is known. Of rows about one thing the last counts.
+"""
+
+import json
+import math
+import os
+import types
+import typing
+from collections.abc import Iterable
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from statistics import linear_regression
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+
+CONTENDED = 0.1  # share of the time; above it, a speed is that of a machine busy with something else
+FITTED = 4  # the longest lengths, to which an exponent is fitted
+FEWEST = 3  # two points lie on a line whatever they are
+
+Status = Literal["done", "refused", "failed"]  # refused: the mixer cannot do it; failed: training broke off
+
+
+class ResultsError(ValueError):
+    """A line that is no row of results; the message names file and line."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    kind: ClassVar[str]
+    about: ClassVar[tuple[str, ...]]  # rows of a kind that agree in these fields are about the same thing
+
+    @property
+    def key(self) -> str:
+        """The same for rows about the same thing."""
+        return json.dumps([self.kind, *(getattr(self, name) for name in self.about)])
+
+    @property
+    def contended(self) -> bool:
+        """Whether other processes took so much of the machine that a speed is not to be trusted."""
+        return (getattr(self, "waited", None) or 0.0) > CONTENDED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine(Row):
+    """What the rows that follow it in the file were measured on."""
+
+    kind = "machine"
+    about = ("cpu", "isa", "threads", "torch", "cosformer", "transformers", "commit")
+    cpu: str
+    isa: str
+    threads: int
+    torch: str
+    cosformer: str
+    python: str
+    date: str
+    system: str | None = None
+    memory_gib: float | None = None
+    transformers: str | None = None
+    commit: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Row):
+    """A command that wrote rows, when it has ended."""
+
+    kind = "run"
+    about = ("command", "started")
+    command: str
+    started: str  # 2026-11-16T04:33:02Z
+    minutes: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quality(Row):
+    """One mixer trained on one subject with one seed, and scored on its test set."""
+
+    kind = "quality"
+    about = ("subject", "mixer", "seed", "size", "length", "steps")
+    subject: str  # its name in the plan; rows of a subject can be compared
+    group: str  # the part of the report: lm, finetune, lra, recall, seq2seq, toy, study
+    task: str
+    title: str
+    data: str  # in words
+    mixer: str  # a name, or the layers of a hybrid: "cosformer*3, softmax+rope"
+    seed: int
+    size: str  # "tiny (4 layers of width 128, 4 heads)"
+    length: int
+    batch: int
+    steps: int
+    rate: float  # of learning; of those tried, the best on the validation set
+    metric: str
+    greater_is_better: bool
+    examples: int  # that the test set's score was taken on
+    settings: dict[str, Any]  # of task, model and training
+    command: str
+    status: Status
+    reason: str | None = None  # why it is not done
+    note: str | None = None  # in what it departs from a published protocol
+    published: float | None = None  # what was published for this mixer by the same protocol
+    most_frequent: float | None = None  # the test set's share of its most frequent answer, for accuracies
+    value: float | None = None  # the metric on the test set
+    metrics: dict[str, float] = field(default_factory=dict)  # all of them, on the test set
+    validation: dict[str, float] = field(default_factory=dict)
+    # Points have step, tokens, seconds (of training alone) and any of loss, eval_loss, value.
+    curve: list[dict[str, float]] = field(default_factory=list)
+    parameters: int | None = None
+    tokens: int | None = None
+    seconds: float | None = None  # of training alone
+    tokens_per_second: float | None = None
+    waited: float | None = None  # as in Cost
+
+    @property
+    def learned(self) -> bool | None:
+        """Whether it beats the most frequent answer by two standard errors; None if that has no meaning."""
+        if self.value is None or self.most_frequent is None:
+            return None
+        share = self.most_frequent
+        return self.value > share + 2 * math.sqrt(share * (1 - share) / max(1, self.examples))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Search(Row):
+    """A short run with one rate of learning: every mixer is searched alike, then trained with its best."""
+
+    kind = "search"
+    about = ("subject", "mixer", "rate", "steps")
+    subject: str
+    mixer: str
+    rate: float
+    seed: int
+    steps: int
+    metric: str
+    greater_is_better: bool
+    command: str
+    status: Status
+    reason: str | None = None
+    value: float | None = None  # the metric on the validation set
+    loss: float | None = None  # on the validation set: decides, since it moves before the metric does
+    seconds: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Positions(Row):
+    """Loss by the position in the context: does more context help?"""
+
+    kind = "positions"
+    about = ("subject", "mixer", "seed")
+    subject: str
+    mixer: str
+    seed: int
+    ends: list[int]  # a bin's last position + 1; it begins where the one before ended
+    loss: list[float]  # in nats a token, the mean over the bin
+    texts: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost(Row):
+    """Time and memory of one piece of work, batch 1."""
+
+    kind = "cost"
+    about = ("what", "work", "mixer", "backend", "causal", "length", "heads", "head_dim", "size", "dtype")
+    what: Literal["operator", "mixer", "model"]  # one attention; with its parameters; a whole model
+    work: Literal["forward", "training", "decoding"]  # training is forward and backward; decoding one token
+    mixer: str  # of operators: cosformer-paper, cosformer (a decay for each position), softmax, published
+    causal: bool
+    length: int  # of the sequence; for decoding, of the context before the token
+    ms: float  # the median of the samples
+    backend: str | None = None  # of operators of ours
+    heads: int | None = None
+    head_dim: int | None = None
+    size: str | None = None  # of models, as in Quality
+    dtype: str = "float32"
+    ms_low: float | None = None  # the middle half of the samples
+    ms_high: float | None = None
+    samples: int | None = None
+    waited: float | None = None  # share of the time that threads were ready to run but another process ran
+    memory_mib: float | None = None  # that the work adds to the peak
+    cache_bytes: int | None = None  # after the context
+    gflops: float | None = None  # a second, of the arithmetic that linear attention needs
+    limit_gflops: float | None = None  # of the machine's fastest batched matrix product
+    error: float | None = None  # the largest difference from the definition
+
+    @property
+    def tokens_per_second(self) -> float:
+        return 1e3 * (1 if self.work == "decoding" else self.length) / self.ms
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exactness(Row):
+    """How far a backend is from the definition in float64, relative to the largest value."""
+
+    kind = "exactness"
+    about = ("backend", "dtype", "mode", "what")
+    backend: str
+    dtype: str
+    mode: str  # bidirectional, causal, stream
+    what: str  # output, gradient
+    difference: float
+    allowed: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Picture(Row):
+    """The weights of a trained model's layer on the first tokens of a text, its heads averaged."""
+
+    kind = "picture"
+    about = ("subject", "mixer", "layer")
+    subject: str
+    mixer: str
+    layer: int
+    matrix: list[list[float | None]]  # queries down, keys across
+    tokens: list[str]
+
+
+KINDS: dict[str, type[Row]] = {kind.kind: kind for kind in Row.__subclasses__()}
+R = TypeVar("R", bound=Row)
+
+
+class Fit(NamedTuple):
+    exponent: float
+    lengths: int  # that it was fitted to
+
+
+def growth(points: Iterable[tuple[float, float]]) -> Fit | None:
+    """The exponent b of cost ~ length^b over the longest lengths, by least squares; None below three."""
+    logs = [(math.log(n), math.log(cost)) for n, cost in sorted(points)[-FITTED:] if n > 0 and cost > 0]
+    if len({x for x, _ in logs}) < FEWEST:
+        return None
+    return Fit(linear_regression(*zip(*logs)).slope, len(logs))
+
+
+def of(rows: Iterable[Row], kind: type[R]) -> list[R]:
+    """The rows of one kind."""
+    return [row for row in rows if isinstance(row, kind)]
+
+
+def latest(rows: Iterable[Row]) -> list[Row]:
+    """Of rows about the same thing the last, in the order in which the things first came."""
+    return list({row.key: row for row in rows}.values())
+
+
+def read(*paths: Path | str) -> list[Row]:
+    """All rows of these files. A line that is none is a ResultsError that names file and line."""
+    rows = []
+    for path in paths:
+        lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
+        rows += [parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    return rows
+
+
+def parse(line: str, where: str) -> Row:
+    """One line as its row; `where` is named in errors."""
+    try:
+        found = _printable(json.loads(line))
+    except (ValueError, RecursionError) as error:
+        raise ResultsError(f"{where}: not a row of results: {error}") from None
+    if not isinstance(found, dict):
+        raise ResultsError(f"{where}: a row of results is an object, not {type(found).__name__}")
+    kind = found.pop("kind", None)
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ResultsError(f"{where}: unknown kind {kind!r}; one of {', '.join(KINDS)}")
+    try:
+        return _checked(KINDS[kind], found)
+    except ValueError as error:
+        raise ResultsError(f"{where}: {kind}: {error}") from None
+
+
+class Writer:
+    """A results file being written, with the rows it holds; a last line torn by a crash is cut off."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = path.read_bytes() if path.exists() else b""
+        whole = text.rfind(b"\n") + 1
+        if whole < len(text):
+            os.truncate(path, whole)
+        self.rows = read(path) if path.exists() else []
+
+    def add(self, row: Row) -> None:
+        """Append the row; on return it is on the disk."""
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(line_of(row) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        self.rows.append(row)
+
+    def has(self, kind: type[Row], **values: Any) -> bool:
+        """Whether there is a row of this kind with these values."""
+        return any(all(getattr(row, k) == v for k, v in values.items()) for row in of(self.rows, kind))
+
+
+def line_of(row: Row) -> str:
+    """The row as one line of JSON; fields without a value are left out. NaN and infinity are refused."""
+    values = {f.name: getattr(row, f.name) for f in fields(row)}
+    kept = {name: value for name, value in values.items() if value is not None}
+    return json.dumps({"kind": row.kind, **kept}, allow_nan=False)
+
+
+def _checked(kind: type[R], found: dict[str, Any]) -> R:
+    known = {f.name: f for f in fields(kind)}
+    if strange := [name for name in found if name not in known]:
+        raise ValueError(f"unknown field {strange[0]!r}")
+    for name, f in known.items():
+        if name not in found:
+            if f.default is MISSING and f.default_factory is MISSING:
+                raise ValueError(f"{name} is missing")
+        elif not _fits(found[name], f.type):
+            raise ValueError(f"{name} is {str(found[name])[:40]!r}")
+    row = kind(**found)
+    if isinstance(row, Quality) and row.status == "done" and row.value is None:
+        raise ValueError("value is missing from what is done")
+    if isinstance(row, Cost) and not (row.length > 0 and row.ms > 0):
+        raise ValueError("length and ms must be above 0")
+    if isinstance(row, Picture) and len({len(line) for line in row.matrix} | {0}) != 2:
+        raise ValueError("matrix is not a matrix")
+    return row
+
+
+def _fits(value: Any, hint: Any) -> bool:
+    """Whether a value of JSON is of a field's type; true is not a number, an integer is also a float."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if hint is Any:
+        return True
+    if origin in (types.UnionType, typing.Union):
+        return any(_fits(value, arg) for arg in args)
+    if origin is Literal:
+        return value in args
+    if origin is list:
+        return isinstance(value, list) and all(_fits(item, args[0]) for item in value)
+    if origin is dict:
+        return isinstance(value, dict) and all(_fits(item, args[1]) for item in value.values())
+    if isinstance(value, bool):
+        return hint is bool
+    if hint is float:
+        return isinstance(value, (int, float)) and math.isfinite(value)
+    return isinstance(value, hint)
+
+
+def _printable(value: Any) -> Any:
+    """The same with spaces for what a page or a terminal must not be sent: control and half characters."""
+    if isinstance(value, str):
+        return "".join(c if c.isprintable() else " " for c in value)
+    if isinstance(value, dict):
+        return {_printable(key): _printable(item) for key, item in value.items()}
+    return [_printable(item) for item in value] if isinstance(value, list) else value

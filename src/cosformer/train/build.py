@@ -1,0 +1,146 @@
+"""From a run's settings to its task, model and trainer; what cannot be is refused with the setting's name."""
+
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from torch.utils.data import Dataset, Subset
+from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Seq2SeqTrainingArguments, TrainerCallback
+
+from .. import tasks
+from ..tasks.contract import Rows
+from . import models
+from .settings import DEFAULTS, Run, SettingsError
+from .trainer import Trainer
+
+
+@contextmanager
+def refused(errors: Any, what: str) -> Iterator[None]:
+    """What a setting made others raise, as a SettingsError that names it."""
+    try:
+        yield
+    except (SettingsError, tasks.DataError):
+        raise
+    except errors as error:
+        raise SettingsError(f"{what}: {' '.join(str(error).split())}") from error
+
+
+def build_task(run: Run, *, model: str | None = None) -> tasks.Task:
+    """The run's task; a saved model reads its own tokens, up to its positions, unless told otherwise."""
+    chosen, saved = dict(run.task_settings), Path(model or run.start or "")
+    if (saved / "config.json").exists():
+        accepted = tasks.settings(run.task)
+        if "tokenizer" in accepted and (saved / "tokenizer.json").exists():
+            chosen.setdefault("tokenizer", str(saved))
+        if accepted.get("length", 0) is None:  # or it would be taken from the data
+            positions = AutoConfig.from_pretrained(saved, local_files_only=True).max_position_embeddings
+            chosen.setdefault("length", positions)
+    with refused((ValueError, TypeError, OSError), f"task {run.task!r}"):
+        return tasks.build(run.task, **chosen)
+
+
+def build_model(run: Run, task: tasks.Task, *, start: str | None) -> PreTrainedModel:
+    """The run's model: new, or a saved one with the head this task needs."""
+    what = f"model {run.mixer!r}" if start is None else f"start {start}"
+    with refused((ValueError, TypeError, OSError), what):
+        known = models.CLASSES[task.kind].config_class()
+        if unknown := [name for name in run.model_fields if not hasattr(known, name)]:
+            raise SettingsError(f"model has no field {unknown[0]!r}; see {type(known).__name__}")
+        if start is None:
+            fields = run.model_fields
+            return models.build(task, mixer=run.mixer, size=run.size, fields=fields, seed=run.seed)
+        check_start(start, task)
+        torch.manual_seed(run.seed)
+        fields = dict(run.model_fields)
+        if task.num_labels is not None:
+            fields |= {"num_labels": task.num_labels, "id2label": dict(enumerate(task.labels))}
+            fields["label2id"] = {label: i for i, label in enumerate(task.labels)}
+            fields["ignore_mismatched_sizes"] = True
+        return models.load(start, task.kind, **fields)
+
+
+def check_start(start: str, task: tasks.Task) -> None:
+    """Refuse a saved model that cannot read this task's input."""
+    if not (Path(start) / "config.json").exists():
+        raise SettingsError(f"{start} holds no model (config.json)")
+    saved = AutoConfig.from_pretrained(start, local_files_only=True)
+    needed = models.CLASSES[task.kind].config_class.model_type
+    if saved.model_type != needed:
+        told = f"{start} is a {saved.model_type} model"
+        raise SettingsError(f"{told}; task {task.name!r} needs a {needed} model")
+    advice = f"give the tokenizer it was trained with (--tokenizer {start})"
+    if saved.vocab_size != task.vocab_size:
+        sizes = f"a vocabulary of {saved.vocab_size}, the task one of {task.vocab_size}"
+        raise SettingsError(f"{start} has {sizes}; {advice}")
+    if task.tokenizer is not None and (Path(start) / "tokenizer.json").exists():
+        vocabulary = AutoTokenizer.from_pretrained(start, local_files_only=True).get_vocab()
+        if vocabulary != task.tokenizer.get_vocab():
+            raise SettingsError(f"{start} has another vocabulary than the task, of the same size; {advice}")
+    positions = saved.max_position_embeddings
+    if positions < task.max_length:
+        raise SettingsError(f"{start} has {positions} positions; --length {task.max_length} is more")
+
+
+def build_trainer(
+    run: Run, task: tasks.Task, model: PreTrainedModel, callbacks: list[TrainerCallback]
+) -> Trainer:
+    """The Trainer of a run, ready to train or to evaluate."""
+    given = arguments(run, task)
+    keep = given.pop("save_total_limit")  # upstream would delete too early
+    with refused((ValueError, TypeError, ImportError), "training arguments"):
+        return Trainer(
+            model=model,
+            args=Seq2SeqTrainingArguments(output_dir=run.out, **given),
+            train_dataset=task.train,
+            eval_dataset=part(task.validation, run.eval_examples),
+            data_collator=task.collate,
+            compute_metrics=task.compute_metrics,
+            preprocess_logits_for_metrics=task.preprocess_logits_for_metrics,
+            processing_class=task.tokenizer,
+            callbacks=callbacks,
+            keep=keep,
+        )
+
+
+def arguments(run: Run, task: tasks.Task) -> dict[str, Any]:
+    """The arguments of transformers: those given, and for the rest what suits the task and this machine."""
+    given = DEFAULTS | run.training
+    if "num_train_epochs" in run.training and "max_steps" not in run.training:
+        given["max_steps"] = -1  # or our default would win
+    steps, batch = given["max_steps"], given["per_device_train_batch_size"]
+    evaluates = given.setdefault("eval_strategy", "steps")
+    saves = given.setdefault("save_strategy", "steps" if evaluates == "no" else evaluates)
+    if evaluates == "steps":
+        given.setdefault("eval_steps", max(1, steps // 10) if steps > 0 else 0.1)
+        given.setdefault("save_steps", given["eval_steps"])
+    on_gpu = torch.cuda.is_available()
+    return {
+        "save_total_limit": 2,
+        "load_best_model_at_end": "no" not in (evaluates, saves),
+        "metric_for_best_model": task.metric,
+        "greater_is_better": task.greater_is_better,
+        "per_device_eval_batch_size": batch,
+        # The order of the data and the size of its batches must not depend on the number of processes.
+        "data_seed": given["seed"],
+        "dataloader_drop_last": len(task.train) >= batch * PartialState().num_processes,
+        "ddp_find_unused_parameters": False,
+        "disable_tqdm": True,
+        "logging_nan_inf_filter": False,  # a NaN is to be seen
+        "remove_unused_columns": False,  # collate knows what a model reads
+        "include_num_input_tokens_seen": "all",
+        "dataloader_pin_memory": on_gpu,
+        "report_to": ["tensorboard"] if importlib.util.find_spec("tensorboard") else [],
+        "use_cpu": not on_gpu,
+        **given,
+    }
+
+
+def part(dataset: Rows, count: int | None) -> Dataset:
+    """`count` examples spread evenly over a set; all of it if None."""
+    if count is None or count >= len(dataset):
+        return dataset
+    return Subset(dataset, [i * len(dataset) // count for i in range(count)])

@@ -1,0 +1,222 @@
+"""cosformer train, finetune and evaluate: their arguments, what they print, and each stop as one line."""
+
+import argparse
+import json
+import os
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from transformers import HfArgumentParser, Seq2SeqTrainingArguments
+
+from .. import mixers, tasks
+from . import models
+from .dryrun import dry_run
+from .progress import clock, quieten, show
+from .run import train as carry_out
+from .scores import evaluate as score
+from .settings import KEYS, TABLES, Run, SettingsError, read_recipe
+from .trainer import Interrupted, Stopped
+
+MODEL = "a folder that cosformer train wrote, or a checkpoint in it"
+THEIRS = (
+    "Every argument of transformers' Seq2SeqTrainingArguments is taken, too: --max_steps 500 "
+    "--learning_rate 3e-4 --per_device_train_batch_size 16 --gradient_accumulation_steps 4 --bf16 ..."
+)
+SCORING = (  # those of them that mean something where nothing is trained
+    "per_device_eval_batch_size",
+    "eval_accumulation_steps",
+    "generation_num_beams",
+    "dataloader_num_workers",
+    "bf16",
+    "bf16_full_eval",
+    "fp16",
+    "fp16_full_eval",
+    "tf32",
+    "torch_compile",
+    "use_cpu",
+)
+
+
+def train(argv: list[str]) -> None:
+    train_and_say(train_parser(), argv)
+
+
+def train_parser() -> argparse.ArgumentParser:
+    p = training_parser("cosformer train", "Train any mixer on a task.")
+    p.add_argument("task", nargs="?", help=f"one of {', '.join(tasks.names())}")
+    p.add_argument("--mixer", help="what mixes tokens: " + mixers.SAID)
+    sizes = ", ".join(f"{name} ({size})" for name, size in models.SIZES.items())
+    p.add_argument("--size", help=f"{sizes}, published (default: tiny)")
+    p.add_argument("--start", metavar="DIR", help="a saved model to start from, such as a pre-trained one")
+    p.add_argument(
+        "--pretrain-first", action="store_true", help="first masked pre-training on the task's inputs"
+    )
+    p.add_argument("--dry-run", action="store_true", help="check all shapes, take two steps; needs no data")
+    return p
+
+
+def finetune(argv: list[str]) -> None:
+    says = "Train a saved model further on another task, its body with a new head; mlm -> classify."
+    p = training_parser("cosformer finetune", says)
+    p.add_argument("start", metavar="MODEL", help=MODEL)
+    p.add_argument("task", nargs="?", help="classify by default")
+    train_and_say(p, argv, task="classify")
+
+
+def evaluate(argv: list[str]) -> None:
+    p = parser("cosformer evaluate", "Score a saved model on its task's sets, or on other data.")
+    p.epilog = f"Of transformers' Seq2SeqTrainingArguments it takes --{', --'.join(SCORING)}."
+    p.add_argument("model", metavar="MODEL", type=Path, help=MODEL)
+    p.add_argument("task", nargs="?", help="another task than the one it was trained on")
+    p.add_argument("--split", choices=tasks.SPLITS, default="test", help="a part of the data (default: test)")
+    p.add_argument("--json", action="store_true", default=False, help="print one JSON object")
+    quieten()
+    with one_line(p.prog):
+        given, training = parse(p, argv)
+        found = score(saved_run(given, training), given.model, split=given.split)
+    lines = "\n".join(f"{key:<20} {value:.6g}" for key, value in found.items())
+    print(json.dumps(found) if given.json else lines)
+
+
+def parser(prog: str, description: str) -> argparse.ArgumentParser:
+    """What all three take."""
+    none = argparse.SUPPRESS
+    p = argparse.ArgumentParser(prog=prog, description=description, argument_default=none, allow_abbrev=False)
+    p.add_argument("--data", help="a text, CSV, TSV or JSONL file, or a folder (default: the task's own)")
+    p.add_argument("--length", type=int, help="tokens a sequence has at most")
+    p.add_argument("--tokenizer", help='"bytes" (default), "bpe:8000" (trained on the data) or a path')
+    p.add_argument("--test-examples", type=int, help="take the final scores on this many examples")
+    p.add_argument(
+        "--set", action="append", metavar="TABLE.KEY=VALUE", help="any other setting, as in a recipe"
+    )
+    return p
+
+
+def training_parser(prog: str, description: str) -> argparse.ArgumentParser:
+    p = parser(prog, description)
+    p.epilog = THEIRS
+    p.add_argument("--recipe", type=Path, help="a TOML file with the same settings; the command line wins")
+    p.add_argument("--out", help="the run's folder (default: runs/TASK-MIXER)")
+    p.add_argument("--eval-examples", type=int, help="validate on this many examples while training")
+    p.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    return p
+
+
+def parse(p: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
+    """Our arguments, and transformers'. Theirs are taken out first: a value of theirs could be our task."""
+    none = argparse.SUPPRESS
+    options: dict[str, Any] = {"allow_abbrev": False, "add_help": False, "exit_on_error": False}
+    theirs = HfArgumentParser(Seq2SeqTrainingArguments, argument_default=none, **options)
+    for action in theirs._actions:
+        action.default, action.required = none, False
+    try:
+        training, rest = theirs.parse_known_args(argv)
+    except argparse.ArgumentError as error:
+        raise SettingsError(str(error)) from None
+    given, unknown = p.parse_known_args(rest)
+    if unknown:
+        raise SettingsError(f"unknown argument {unknown[0]!r}; see --help")
+    return given, vars(training)
+
+
+def merge(given: argparse.Namespace, training: dict[str, Any], *, task: str | None = None) -> dict[str, Any]:
+    """The settings of a recipe, if any, under those of the command line; `task` if neither names one."""
+    said = vars(given)
+    found = read_recipe(said["recipe"]) if "recipe" in said else {}
+    found |= {key: said[key] for key in (*KEYS, "task") if key in said}
+    found.setdefault("task", task)
+    if found["task"] is None:
+        raise SettingsError("no task: name one, or give a --recipe that does")
+    for key in ("data", "length", "tokenizer"):
+        if key in said:
+            found.setdefault("task_settings", {})[key] = said[key]
+    for assignment in said.get("set", []):
+        place, equals, value = assignment.partition("=")
+        table, dot, key = place.partition(".")
+        if not (equals and dot and key and table in TABLES):
+            accepted = " or ".join(f"{name}.KEY=VALUE" for name in TABLES)
+            raise SettingsError(f"--set {assignment}: it takes {accepted}")
+        found[TABLES[table]] = (found.get(TABLES[table]) or {}) | {key: toml(value)}
+    if said.get("pretrain_first"):
+        found["pretrain"] = found.get("pretrain") or {}
+    found["training"] = found.get("training", {}) | training
+    if found.get("start") and (saved := run_of(Path(found["start"]))):
+        for key in ("mixer", "size"):
+            its = getattr(saved, key)
+            if found.setdefault(key, its) != its:
+                raise SettingsError(f"{key} is {found[key]!r}, but {found['start']} has {its!r}: leave it")
+    found.setdefault("out", f"runs/{found['task']}-{found.get('mixer', 'cosformer')}")
+    return found
+
+
+def toml(text: str) -> Any:
+    """A TOML value; a bare word is a string."""
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def run_of(model: Path) -> Run | None:
+    """The run that left a model or a checkpoint, if one did."""
+    folder = model.parent if model.name.startswith("checkpoint-") else model
+    return Run.load(folder / "run.json") if (folder / "run.json").exists() else None
+
+
+def saved_run(given: argparse.Namespace, training: dict[str, Any]) -> Run:
+    """The run a model comes from, with what the command line changes."""
+    if not (given.model / "config.json").exists():
+        raise SettingsError(f"{given.model} holds no model (config.json)")
+    if idle := [name for name in training if name not in SCORING]:
+        raise SettingsError(f"--{idle[0]} changes nothing where nothing is trained; see --help")
+    run = run_of(given.model)
+    if run is None and "task" not in given:
+        raise SettingsError(f"{given.model} has no run.json, so name the task")
+    said = merge(given, training, task=None if run is None else run.task)
+    if idle := [table for table in ("model_fields", "pretrain") if table in said]:
+        raise SettingsError(f"--set takes task.KEY=VALUE here: {idle[0]} are of training")
+    if run is not None and said["task"] == run.task:
+        said["task_settings"] = run.task_settings | said.get("task_settings", {})
+        said["training"] = {key: run.training[key] for key in run.training if "fsdp" not in key} | training
+        said.setdefault("test_examples", run.test_examples)
+    return Run(**said)
+
+
+def train_and_say(p: argparse.ArgumentParser, argv: list[str], *, task: str | None = None) -> None:
+    quieten()
+    with one_line(p.prog):
+        given, training = parse(p, argv)
+        run = Run(**merge(given, training, task=task))
+        if "dry_run" in given:
+            dry_run(run)
+            return
+        result = carry_out(run, resume="resume" in given)
+    if PartialState().is_main_process:
+        for split in ("validation", "test"):
+            print(f"{split:<10} {show(result[split])}")
+        took = f"{result['steps']:,} steps, {result['tokens']:,} tokens, {clock(result['seconds'])}"
+        print(f"{took}; the model is in {run.out}")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@contextmanager
+def one_line(prog: str) -> Iterator[None]:
+    """What stops a command, as one line of text and an exit code."""
+    try:
+        yield
+    except (SettingsError, tasks.DataError, Stopped) as error:
+        code, said = 130 if isinstance(error, Interrupted) else 1, str(error)
+    except KeyboardInterrupt:
+        code, said = 130, "stopped at once"
+    else:
+        return
+    if os.environ.get("RANK", "0") == "0":  # one of the processes speaks
+        print(f"{prog}: {said}", file=sys.stderr)
+    raise SystemExit(code)

@@ -1,0 +1,137 @@
+"""A run's model: what a task needs, a mixer by name and a size -> a Hugging Face model, alike for all mixers.
+
+A mixer is named as everywhere (cosformer/mixers): cosformer, softmax+rope, "cosformer*3, softmax+rope",
+cosformer-hybrid ...
+"""
+
+import math
+from typing import Any
+
+import torch
+from transformers import AutoConfig, PreTrainedModel
+
+from .. import hf
+from ..hf.sizes import SIZES, Size
+from ..tasks import Task
+
+CLASSES: dict[str, Any] = {
+    "causal-lm": hf.CosformerForCausalLM,
+    "masked-lm": hf.CosformerForMaskedLM,
+    "sequence-classification": hf.CosformerForSequenceClassification,
+    "pair-classification": hf.CosformerForPairClassification,
+    "seq2seq": hf.CosformerForConditionalGeneration,
+}
+
+
+def size_of(name: str, task: Task) -> Size:
+    """A preset, or "published": the sizes the task was published with."""
+    if name == "published":
+        if task.published is None:
+            raise ValueError(
+                f"size 'published': task {task.name!r} has no published sizes; one of {', '.join(SIZES)}"
+            )
+        p = task.published
+        return Size(p.layers, p.width, p.heads, p.feedforward)
+    if name not in SIZES:
+        raise ValueError(
+            f"size is {name!r}; one of {', '.join(SIZES)}, or published for Long-Range Arena tasks"
+        )
+    return SIZES[name]
+
+
+def config_of(
+    task: Task, *, mixer: str = "cosformer", size: str = "tiny", fields: dict[str, Any] | None = None
+):
+    """The configuration; `fields` are the config's own and win."""
+    shape, special = size_of(size, task), task.special
+    known: dict[str, Any] = {"vocab_size": task.vocab_size, "max_position_embeddings": task.max_length}
+    known |= {"pad_token_id": special.pad, "bos_token_id": special.bos, "eos_token_id": special.eos}
+    known["mixer"] = mixer
+    wide = shape.feedforward or 4 * shape.width
+    spread = max(
+        0.02, 0.8 / math.sqrt(shape.width)
+    )  # 0.02 is for widths near 1,000: small models barely start from it
+    if task.kind == "seq2seq":
+        known |= {
+            "d_model": shape.width,
+            "encoder_layers": shape.layers,
+            "decoder_layers": shape.layers,
+            "dropout": 0.0,
+        }
+        known |= {
+            "encoder_attention_heads": shape.heads,
+            "decoder_attention_heads": shape.heads,
+            "encoder_ffn_dim": wide,
+        }
+        known |= {"decoder_ffn_dim": wide, "decoder_start_token_id": special.bos, "forced_eos_token_id": None}
+        known |= {
+            "max_position_embeddings": max(task.max_length, task.max_target_length or 0),
+            "init_std": spread,
+        }
+        return hf.CosformerSeq2SeqConfig(**{**known, **(fields or {})})
+    known |= {
+        "hidden_size": shape.width,
+        "num_hidden_layers": shape.layers,
+        "num_attention_heads": shape.heads,
+    }
+    known["initializer_range"] = spread
+    known["intermediate_size"] = 32 * round(2 * wide / 3 / 32)  # a gated MLP has three matrices, not two
+    if task.kind == "causal-lm":
+        return hf.CosformerConfig(**{**known, **(fields or {})})
+    if task.num_labels is not None:
+        known |= {"num_labels": task.num_labels, "id2label": dict(enumerate(task.labels))}
+        known["label2id"] = {label: i for i, label in enumerate(task.labels)}
+    return hf.CosformerEncoderConfig(**{**known, **(fields or {})})
+
+
+def build(
+    task: Task,
+    *,
+    mixer: str = "cosformer",
+    size: str = "tiny",
+    fields: dict[str, Any] | None = None,
+    seed: int = 0,
+) -> PreTrainedModel:
+    """A new model for the task, its weights drawn from `seed`."""
+    config = config_of(task, mixer=mixer, size=size, fields=fields)
+    torch.manual_seed(seed)
+    return CLASSES[task.kind](config)
+
+
+def load(directory: str, kind: str, **fields: Any) -> PreTrainedModel:
+    """The saved model of a directory as a model for tasks of `kind`; a head it does not have is drawn
+    anew.
+    """
+    return CLASSES[kind].from_pretrained(directory, local_files_only=True, **fields)
+
+
+def labels_of(directory: str) -> list[str]:
+    """The classes a saved model tells apart, in order of id."""
+    names = AutoConfig.from_pretrained(directory, local_files_only=True).id2label
+    return [names[i] for i in sorted(names)]
+
+
+def parameters(model: PreTrainedModel) -> int:
+    """How many numbers training changes."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def parameters_beside_softmax(
+    model: PreTrainedModel, task: Task, *, size: str, fields: dict[str, Any] | None = None
+) -> float:
+    """The share of parameters a model has more than softmax with learned positions at the same size, by
+    shapes alone.
+    """
+    ours = (
+        "mixer_options",
+        "horizon",
+        "layer_types",
+        "full_attention_interval",
+        "short_conv",
+        "qk_norm",
+        "output_gate",
+    )
+    plain = {k: v for k, v in (fields or {}).items() if k not in ours}
+    with torch.device("meta"):
+        softmax = CLASSES[task.kind](config_of(task, mixer="softmax", size=size, fields=plain))
+    return parameters(model) / parameters(softmax) - 1

@@ -1,0 +1,194 @@
+"""A run carried out: its folder checked, its parts built, trained or trained on, scored and saved."""
+
+import dataclasses
+import json
+import platform
+import time
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from transformers import PreTrainedModel, TrainerCallback
+
+from .. import tasks
+from . import models
+from .build import build_model, build_task, build_trainer, refused
+from .checkpoints import last_checkpoint, remove_incomplete, write
+from .progress import Bar, Interrupt, Metrics
+from .scores import scores
+from .settings import Run, SettingsError
+from .trainer import UNWRITABLE, Interrupted, Stopped, Trainer
+
+PACKAGES = ("cosformer", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
+SPREAD = (  # how a run's batches are spread over processes; it may go on with another spread
+    "per_device_train_batch_size",
+    "gradient_accumulation_steps",
+    "per_device_eval_batch_size",
+    "fsdp",
+    "fsdp_config",
+)
+
+
+def train(run: Run, *, resume: bool = False, watch: TrainerCallback | None = None) -> dict[str, Any]:
+    """Carry out a run and return its result; a finished one is not done again.
+
+    `resume` goes on from the last complete checkpoint of `run.out`, or begins if there is none. `watch` is
+    shown the progress in the place of a bar. Raises `SettingsError` where a setting cannot be, and `Stopped`
+    where training cannot go on; `Interrupted` is a `Stopped`.
+    """
+    out = Path(run.out)
+    check_folder(run, resume=resume)
+    if (out / "result.json").exists():
+        return json.loads((out / "result.json").read_text())
+    processes = PartialState(cpu=not torch.cuda.is_available())
+    with processes.main_process_first():  # it prepares the data, the others find it
+        task = build_task(run)
+    new = processes.is_main_process and not (out / "run.json").exists()
+    if new:
+        with refused(OSError, "out"):
+            out.mkdir(parents=True, exist_ok=True)
+            run.save(out / "run.json")
+    try:
+        start = run.start if run.pretrain is None else pretrain(run, task, watch=watch)
+        return stage(run, task, start=start, watch=watch)
+    except SettingsError:
+        if new:  # it never was a run; the next attempt finds the folder free
+            (out / "run.json").unlink()
+        raise
+
+
+def check_folder(run: Run, *, resume: bool) -> None:
+    """Refuse a folder that holds another run, or this one unless it is to go on."""
+    out = Path(run.out)
+    if not (out / "run.json").exists():
+        if any(out.glob("checkpoint-*")):
+            told = f"{out} holds checkpoints of something else (there is no run.json)"
+            raise SettingsError(f"{told}; choose another --out")
+        return
+    if not resume:
+        raise SettingsError(f"{out} already holds a run; go on with --resume, or choose another --out")
+    saved, given = Run.load(out / "run.json").plain(), run.plain()
+    for settings in (saved, given):
+        for key in SPREAD:
+            settings["training"].pop(key, None)
+    for name in saved:
+        if name != "out" and saved[name] != given[name]:
+            told = f"{out} holds another run: its {name} is {saved[name]!r}, not {given[name]!r}"
+            raise SettingsError(f"{told}; to train it further: --start {out} and another --out")
+
+
+def pretrain(run: Run, task: tasks.Task, *, watch: TrainerCallback | None) -> str:
+    """Masked pre-training on the task's own inputs; where its model is."""
+    out = Path(run.out) / "pretrain"
+    if not (out / "result.json").exists():
+        training, about = run.training | (run.pretrain or {}), f"pre-training of: {run.about}"
+        first = dataclasses.replace(run, out=str(out), training=training, pretrain=None, about=about)
+        with refused(ValueError, "pretrain"):
+            before = tasks.pretraining(task, seed=first.seed)
+        out.mkdir(parents=True, exist_ok=True)
+        stage(first, before, start=run.start, watch=watch)
+    return str(out)
+
+
+def stage(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallback | None) -> dict[str, Any]:
+    """Train from `start`, or from the last checkpoint, to the end; score, save, and return the result."""
+    out, began = Path(run.out), time.perf_counter()
+    with Interrupt() as interrupt:
+        model = build_model(run, task, start=start)
+        metrics = Metrics(out / "metrics.jsonl")
+        trainer = build_trainer(run, task, model, [interrupt, metrics, watch or Bar()])
+        check_batch_norm(model, trainer)
+        first = trainer.is_world_process_zero()
+        if first:
+            remove_incomplete(out)
+            if watch is None:
+                print(description(run, task, model), flush=True)
+        trainer.accelerator.wait_for_everyone()
+        last = last_checkpoint(out)
+        if last is not None:
+            check_batch(out, trainer)
+        trainer.args.eval_on_start &= last is None  # the start is behind
+        try:
+            if first:
+                facts = resolved(run, task, trainer) | {"resumed_from": last and last.name}
+                write(out / "resolved.json", json.dumps(facts, indent=1, default=str) + "\n")
+            trainer.train(resume_from_checkpoint=last and str(last))
+            if interrupt.asked is not None and trainer.state.global_step < trainer.state.max_steps:
+                at = f"interrupted by {interrupt.asked} at step {trainer.state.global_step}"
+                raise Interrupted(f"{at}; {trainer.what_is_left()}")
+            trainer.save_model(str(out))
+            result = result_of(run, task, trainer)
+            result["seconds"] = round(metrics.seconds + time.perf_counter() - began, 1)
+            if first:
+                write(out / "result.json", json.dumps(result, indent=1) + "\n")
+            if interrupt.asked is not None:  # in the last evaluation; what would come after must not begin
+                told = f"interrupted by {interrupt.asked} after the last step"
+                raise Interrupted(f"{told}; the run in {out} is complete")
+        except UNWRITABLE as error:
+            raise Stopped(f"{error}; {trainer.what_is_left()}") from error
+    return result
+
+
+def check_batch_norm(model: PreTrainedModel, trainer: Trainer) -> None:
+    normed = getattr(model.config, "pooling", None) == "normed-mean"
+    if normed and trainer.args.train_batch_size * trainer.args.world_size == 1:
+        told = "model.pooling=normed-mean normalises over a batch"
+        raise SettingsError(f"{told}; --per_device_train_batch_size must be 2 or more")
+
+
+def check_batch(out: Path, trainer: Trainer) -> None:
+    """A run may go on with another number of processes, but not with other batches."""
+    before = json.loads((out / "resolved.json").read_text())["batch"]
+    now = trainer.get_total_train_batch_size(trainer.args)
+    if before != now:
+        factors = "per_device_train_batch_size x gradient_accumulation_steps x "
+        raise SettingsError(
+            f"{out} was trained with {before} examples a step, now it would be {now}; "
+            f"{factors}{trainer.args.world_size} process(es) must be {before}"
+        )
+
+
+def resolved(run: Run, task: tasks.Task, trainer: Trainer) -> dict[str, Any]:
+    """Everything a run depends on, defaults included, to be read by people."""
+    return {
+        "run": run.plain(),
+        "task": dict(task.settings),
+        "model": trainer.model.config.to_dict(),
+        "training": trainer.args.to_dict(),
+        "processes": trainer.args.world_size,
+        "batch": trainer.get_total_train_batch_size(trainer.args),
+        "device": str(trainer.args.device),
+        "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
+        "machine": platform.platform(),
+    }
+
+
+def result_of(run: Run, task: tasks.Task, trainer: Trainer) -> dict[str, Any]:
+    return {
+        "task": task.name,
+        "mixer": run.mixer,
+        "metric": task.metric,
+        "greater_is_better": task.greater_is_better,
+        "validation": scores(trainer, task, "validation", examples=run.test_examples),
+        "test": scores(trainer, task, "test", examples=run.test_examples),
+        "best_step": trainer.state.best_global_step,
+        "steps": trainer.state.global_step,
+        "tokens": trainer.state.num_input_tokens_seen,
+        "parameters": models.parameters(trainer.model),
+    }
+
+
+def description(run: Run, task: tasks.Task, model: PreTrainedModel) -> str:
+    """What is about to be trained."""
+    more = ""
+    if run.start is None:
+        share = models.parameters_beside_softmax(model, task, size=run.size, fields=run.model_fields)
+        more = f" ({share:+.1%} beside softmax)"
+        if task.published is not None and share > task.published.extra_parameters:
+            more += f": more than the {task.published.extra_parameters:.0%} this benchmark allows"
+    sets = ", ".join(f"{len(getattr(task, split)):,} {split}" for split in tasks.SPLITS)
+    said = f"{task.name}, {run.mixer}: {models.parameters(model):,} parameters{more}; "
+    said += f"{sets} examples of up to {task.max_length:,} tokens"
+    return "\n".join([said, *task.notes])

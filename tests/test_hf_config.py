@@ -1,0 +1,281 @@
+"""The configurations of the Cosformer model types: a mixer for each layer, what is saved, what is refused."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import TOY_DECODER, token_ids, toy_config, toy_model
+
+pytest.importorskip("transformers")
+
+import transformers as tf
+
+import cosformer.hf as hf
+from cosformer.mixers import Mixer
+
+LINEAR, FULL, WINDOW = "linear_attention", "full_attention", "sliding_attention"
+HEADED = [hf.CosformerForCausalLM, hf.CosformerForMaskedLM, hf.CosformerForConditionalGeneration]
+headed = pytest.mark.parametrize("kind", HEADED, ids=lambda c: c.__name__)
+
+
+def config(**fields) -> hf.CosformerConfig:
+    return hf.CosformerConfig(**{**TOY_DECODER, "num_hidden_layers": 4, **fields})
+
+
+def plain(made) -> dict:
+    """What a configuration says, but not where it was read."""
+    return {**made.to_dict(), "_name_or_path": ""}
+
+
+def run(model, **given) -> torch.Tensor:
+    extra = {"decoder_input_ids": token_ids(length=9)} if model.config.is_encoder_decoder else {}
+    return model(token_ids(), **extra, **given)[0]
+
+
+@pytest.mark.parametrize(
+    ("fields", "names", "types"),
+    [
+        ({}, ["cosformer"] * 4, [LINEAR] * 4),
+        ({"mixer": "softmax+rope"}, ["softmax+rope"] * 4, [FULL] * 4),
+        ({"mixer": "elu*3, softmax"}, ["elu", "elu", "elu", "softmax"], [LINEAR, LINEAR, LINEAR, FULL]),
+        ({"mixer": "elu, local"}, ["elu", "local"] * 2, [LINEAR, WINDOW] * 2),
+        ({"mixer": "cosformer-hybrid"}, ["cosformer"] * 3 + ["softmax"], [LINEAR] * 3 + [FULL]),
+        ({"full_attention_interval": 2}, ["cosformer", "softmax"] * 2, [LINEAR, FULL] * 2),
+        (
+            {"mixer": "elu", "full_attention_interval": 3},
+            ["elu", "elu", "softmax", "softmax"],
+            [LINEAR, LINEAR, FULL, FULL],
+        ),
+        ({"layer_types": [FULL, LINEAR] * 2}, ["softmax", "cosformer"] * 2, [FULL, LINEAR] * 2),
+        ({"layer_types": [WINDOW, LINEAR] * 2, "mixer": "elu"}, ["local", "elu"] * 2, [WINDOW, LINEAR] * 2),
+        ({"layer_types": [LINEAR] * 4, "mixer": "elu"}, ["elu"] * 4, [LINEAR] * 4),
+    ],
+    ids=str,
+)
+def test_each_layer_has_its_mixer(fields, names, types, tmp_path):
+    made = config(**fields)
+    assert (made.layer_mixers, made.layer_types) == (names, types)
+    with torch.device("meta"):
+        model = hf.CosformerForCausalLM(made)
+    assert [layer.self_attn.interior.mixer.name for layer in model.model.layers] == names
+    made.save_pretrained(tmp_path)
+    again = tf.AutoConfig.from_pretrained(tmp_path)
+    assert (again.layer_mixers, again.layer_types, again.mixer) == (names, types, made.mixer)
+    assert plain(again) == plain(made)
+
+
+def test_another_choice_over_a_saved_one():
+    hybrid = {**config().to_dict(), "layer_types": [LINEAR, FULL] * 2}
+    assert hf.CosformerConfig(**hybrid).layer_mixers == ["cosformer", "softmax"] * 2
+    assert hf.CosformerConfig(**{**config().to_dict(), "mixer": "elu"}).layer_mixers == ["elu"] * 4
+    assert (
+        hf.CosformerConfig(**{**config().to_dict(), "num_hidden_layers": 6}).layer_mixers == ["cosformer"] * 6
+    )
+
+
+def test_the_encoder_decoder_has_three_kinds_of_layers():
+    made = toy_config(
+        hf.CosformerForConditionalGeneration,
+        mixer="cosformer, softmax",
+        encoder_mixer="nystrom",
+        encoder_layers=3,
+        mixer_options={"landmarks": 5, "both_signs": True},
+    )
+    model = hf.CosformerForConditionalGeneration(made).model
+    assert [layer.self_attn.interior.mixer.name for layer in model.encoder.layers] == ["nystrom"] * 3
+    assert [layer.self_attn.interior.mixer.name for layer in model.decoder.layers] == ["cosformer", "softmax"]
+    assert [layer.encoder_attn.mixer.name for layer in model.decoder.layers] == ["relu", "softmax"]
+    assert model.encoder.layers[0].self_attn.interior.mixer.landmarks == 5
+    assert model.decoder.layers[0].self_attn.interior.mixer.both_signs
+    given = toy_config(hf.CosformerForConditionalGeneration, cross_mixer="cosformer-paper", horizon=200)
+    cross = [m for m in hf.CosformerSeq2SeqModel(given).modules() if isinstance(m, Mixer)][-1]
+    assert (cross.name, cross.reach) == ("cosformer-paper", 200)
+
+
+def test_convolutions_are_centred_in_an_encoder_and_causal_in_a_decoder():
+    def ahead(part):
+        return {m.ahead for m in part.modules() if type(m).__name__ == "ShortConvolution"}
+
+    assert ahead(toy_model(hf.CosformerForCausalLM)) == {0}
+    assert ahead(toy_model(hf.CosformerForMaskedLM)) == {1}
+    both = toy_model(hf.CosformerForConditionalGeneration).model
+    assert (ahead(both.encoder), ahead(both.decoder)) == ({1}, {0})
+    assert ahead(toy_model(hf.CosformerForMaskedLM, short_conv=5)) == {2}
+    assert ahead(toy_model(hf.CosformerForMaskedLM, short_conv=0)) == set()
+    assert ahead(toy_model(hf.CosformerForCausalLM, mixer="cosformer-paper")) == set()
+
+
+@headed
+def test_a_new_model_starts_with_nothing_between_its_projections_and_its_mixer(kind):
+    """Convolutions are the identity, gates at the ladder, output gates one half, norms' weights one."""
+    torch.manual_seed(0)
+    model = kind(toy_config(kind, output_gate=True))
+    found = {"gate.weight": 0, "gate.bias": 0, "norm.weight": 0, "conv": 0}
+    for name, p in model.named_parameters():
+        if ".interior." not in name:
+            continue
+        if "gate" in name:
+            assert not p.any(), name
+            found["gate." + name.rpartition(".")[2]] += 1
+        elif "norm" in name:
+            assert (p == 1).all(), name
+            found["norm.weight"] += 1
+        else:
+            assert ".conv." in name and (p.sum(1) == 1).all() and ((p == 0) | (p == 1)).all(), name
+            found["conv"] += 1
+    layers = 4 if model.config.is_encoder_decoder else 2
+    assert found == {
+        "gate.weight": 2 * layers,
+        "gate.bias": 2 * layers,
+        "norm.weight": 2 * layers,
+        "conv": 3 * layers,
+    }
+
+
+# Saving and loading
+
+SAVED = {
+    hf.CosformerModel: tf.AutoModel,
+    hf.CosformerForCausalLM: tf.AutoModelForCausalLM,
+    hf.CosformerEncoderModel: tf.AutoModel,
+    hf.CosformerForMaskedLM: tf.AutoModelForMaskedLM,
+    hf.CosformerForSequenceClassification: tf.AutoModelForSequenceClassification,
+    hf.CosformerForTokenClassification: tf.AutoModelForTokenClassification,
+    hf.CosformerSeq2SeqModel: tf.AutoModel,
+    hf.CosformerForConditionalGeneration: tf.AutoModelForSeq2SeqLM,
+}
+
+
+@pytest.mark.parametrize("fields", [{"mixer": "cosformer, softmax"}, {"full_attention_interval": 2}], ids=str)
+@pytest.mark.parametrize("kind", SAVED, ids=lambda c: c.__name__)
+def test_save_and_load_are_identity(kind, fields, tmp_path):
+    model = toy_model(kind, horizon=100, output_gate=True, **fields)
+    model.save_pretrained(tmp_path)
+    assert [f.suffix for f in tmp_path.iterdir() if f.name.startswith("model")] == [".safetensors"]
+    loaded, info = SAVED[kind].from_pretrained(tmp_path, output_loading_info=True)
+    assert type(loaded) is kind and not any(info.values())
+    assert plain(loaded.config) == plain(model.config)
+    names = [[m.name for m in x.modules() if isinstance(m, Mixer)] for x in (model, loaded)]
+    assert names[0] == names[1] and {"cosformer", "softmax"} <= set(names[0])
+    for (name, a), b in zip(model.state_dict().items(), loaded.state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    assert torch.equal(run(model), run(loaded))
+
+
+def test_config_json_is_plain(tmp_path):
+    config(mixer="cosformer*3, softmax+rope", mixer_options={"both_signs": True}).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    assert (saved["model_type"], saved["cosformer_format"]) == ("cosformer", 2)
+    assert saved["mixer"] == "cosformer*3, softmax+rope"
+    assert saved["layer_mixers"] == ["cosformer"] * 3 + ["softmax+rope"]
+    assert saved["layer_types"] == [LINEAR] * 3 + [FULL]
+    assert saved["mixer_options"] == {"both_signs": True}
+
+
+def test_an_infinite_horizon_is_saved(tmp_path):
+    toy_model(hf.CosformerForCausalLM, horizon=math.inf).save_pretrained(tmp_path)
+    assert hf.CosformerForCausalLM.from_pretrained(tmp_path).config.horizon == math.inf
+
+
+@headed
+@pytest.mark.parametrize("found", [None, 1, 3])
+def test_a_model_in_another_format_is_refused(kind, found, tmp_path):
+    """Another version has other weights and fields: one line says so, before any key is missing."""
+    toy_model(kind).save_pretrained(tmp_path)
+    saved = json.loads((tmp_path / "config.json").read_text())
+    saved.pop("cosformer_format")
+    if found is not None:
+        saved["cosformer_format"] = found
+    (tmp_path / "config.json").write_text(json.dumps(saved))
+    said = f"was saved in format {found or 1} of cosformer, and this version reads format 2: load it with"
+    for load in (kind, tf.AutoConfig, SAVED[kind]):
+        with pytest.raises(ValueError, match=said):
+            load.from_pretrained(tmp_path)
+
+
+def test_without_the_package_a_saved_model_does_not_load(tmp_path):
+    toy_model(hf.CosformerForCausalLM).save_pretrained(tmp_path)
+    code = f"import transformers; transformers.AutoModelForCausalLM.from_pretrained({str(tmp_path)!r})"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode != 0 and "`cosformer`" in done.stderr.splitlines()[-1] + done.stderr
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"mixer": "nobody"}, "unknown mixer 'nobody'; one of bigbird"),
+        ({"mixer": "elu*3"}, r"mixer 'elu\*3' names 3 layers, which 4 layers cannot repeat evenly"),
+        ({"mixer": "nystrom"}, "mixer 'nystrom' does not do causal attention: its landmarks"),
+        ({"mixer": "cosformer+rope"}, r"'cosformer\+rope' does not do positions, asked for by \+rope"),
+        ({"mixer": "elu", "mixer_options": {"features": 3}}, "has 'features'; mixer 'elu' accepts none"),
+        (
+            {"mixer_options": {"slope": 1}},
+            "mixer_options has 'slope'; mixer 'cosformer' accepts backend, both",
+        ),
+        ({"mixer": "elu", "horizon": 8}, "horizon is 8, but mixer 'elu' has none"),
+        ({"horizon": 0}, "horizon is 0; it must be greater than 0"),
+        ({"positions": "sine"}, "positions is 'sine'; one of 'learned', 'none', None"),
+        ({"layer_types": [FULL]}, r"layer_types must name each of the 4 layers; got \['full_attention'\]"),
+        ({"layer_types": [FULL, "mamba"] * 2}, "layer_types has 'mamba'; one of 'full_attention', 'sliding"),
+        (
+            {"full_attention_interval": 0},
+            "full_attention_interval must be an int of at least 1, or None; got 0",
+        ),
+        (
+            {"full_attention_interval": 2, "mixer": "elu*3, softmax"},
+            r"full_attention_interval is 2, but mixer 'elu\*3, softmax' has softmax in other layers",
+        ),
+        ({"attention_dropout": 0.1}, "attention_dropout is 0.1; there are no attention weights to drop here"),
+    ],
+    ids=str,
+)
+def test_fields_that_make_no_sense_are_refused(fields, said):
+    with pytest.raises(ValueError, match=said):
+        config(**fields)
+
+
+def test_fields_of_the_others_that_make_no_sense_are_refused():
+    with pytest.raises(ValueError, match="pooling is 'least'; one of 'first', 'mean', 'max', 'mean-max'"):
+        toy_config(hf.CosformerEncoderModel, pooling="least")
+    with pytest.raises(ValueError, match='the encoder-decoder has only "learned", as BART does'):
+        toy_config(hf.CosformerSeq2SeqModel, positions="none")
+    with pytest.raises(ValueError, match="mixer 'local' does not do attention to another sequence"):
+        hf.CosformerSeq2SeqModel(toy_config(hf.CosformerSeq2SeqModel, mixer="local"))
+    with pytest.raises(ValueError, match="unknown mixer 'nobody'"):
+        toy_config(hf.CosformerSeq2SeqModel, encoder_mixer="nobody")
+    with pytest.raises(ValueError, match="unknown mixer 'nobody'"):
+        toy_config(hf.CosformerSeq2SeqModel, cross_mixer="nobody")
+
+
+@headed
+@pytest.mark.parametrize("asked", ["sdpa", "eager", "flash_attention_2"])
+def test_another_attention_implementation_is_refused(kind, asked, tmp_path):
+    """It would change nothing that is computed, and let through what is made for softmax alone."""
+    said = f"attn_implementation='{asked}': a Cosformer model's layers mix as config.mixer says"
+    model = toy_model(kind)
+    model.save_pretrained(tmp_path)
+    asks = [
+        lambda: SAVED[kind].from_config(toy_config(kind), attn_implementation=asked),
+        lambda: SAVED[kind].from_pretrained(tmp_path, attn_implementation=asked),
+        lambda: model.set_attn_implementation(asked),
+    ]
+    for ask in asks:
+        with pytest.raises(ValueError, match=said):
+            ask()
+    assert SAVED[kind].from_pretrained(tmp_path, attn_implementation="cosformer").config.mixer == "cosformer"
+
+
+@pytest.mark.parametrize("kind", [hf.CosformerForCausalLM, hf.CosformerForMaskedLM], ids=lambda c: c.__name__)
+@pytest.mark.parametrize(
+    "positions", [[0, 1, 6, 7, 2, 3, 4, 5], [4, 5, 6, 7, 8, 9, 10, 11], [0, 1, 2, 3, 4, 4, 5, 6]], ids=str
+)
+def test_parts_of_a_sequence_or_another_order_are_refused(kind, positions):
+    said = r"position_ids must count each sequence from 0: .* got a row \[" + ", ".join(map(str, positions))
+    with pytest.raises(ValueError, match=said):
+        toy_model(kind)(token_ids(2, 8), position_ids=torch.tensor([positions, [*range(8)]]))

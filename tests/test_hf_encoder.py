@@ -1,0 +1,116 @@
+"""The encoder's own: how a text becomes one vector, its heads, and how long a text may be."""
+
+import math
+
+import pytest
+import torch
+from conftest import token_ids, toy_config, toy_model
+
+pytest.importorskip("transformers")
+
+import cosformer.hf as hf
+from cosformer.hf.pooling import Pooling
+
+LENGTH = 17
+ENCODER, CLASSIFIER = hf.CosformerEncoderModel, hf.CosformerForSequenceClassification
+KEEP = (torch.arange(LENGTH) < torch.tensor([[LENGTH], [12]])).long()
+
+
+def pooled(kind: str, hidden: torch.Tensor) -> torch.Tensor:
+    """The definition, one text (L, C) at a time."""
+    ways = {
+        "first": lambda t: t[0],
+        "mean": lambda t: t.mean(0),
+        "max": lambda t: t.max(0).values,
+        "mean-max": lambda t: torch.cat([t.mean(0), t.max(0).values]),
+    }
+    return ways[kind](hidden)
+
+
+@pytest.mark.parametrize("kind", ["first", "mean", "max", "mean-max"])
+def test_a_pooling_is_its_definition_over_the_kept_tokens(kind):
+    pooling, hidden = Pooling(kind, 6), torch.randn(2, LENGTH, 6)
+    got = pooling(hidden.masked_fill(KEEP[..., None] == 0, float("nan")), KEEP)
+    want = torch.stack([pooled(kind, hidden[0]), pooled(kind, hidden[1, :12])])
+    torch.testing.assert_close(got, want)
+    assert got.shape[1] == pooling.size
+    left = KEEP.flip(1)  # padding may stand on either side
+    torch.testing.assert_close(pooling(hidden, left)[1], pooled(kind, hidden[1, 5:]))
+
+
+def test_attention_pooling_weighs_by_a_learned_score():
+    pooling, hidden = Pooling("attention", 6), torch.randn(2, LENGTH, 6)
+    got = pooling(hidden, KEEP)
+    for row, length in ((0, LENGTH), (1, 12)):
+        weight = pooling.score(hidden[row, :length]).softmax(0)
+        torch.testing.assert_close(got[row], (weight * hidden[row, :length]).sum(0))
+
+
+def test_a_normed_mean_is_the_mean_with_batch_normalisation(tmp_path):
+    torch.manual_seed(0)
+    config = toy_config(ENCODER, pooling="normed-mean", num_labels=3)
+    hf.CosformerForMaskedLM(config).save_pretrained(tmp_path)  # it pools nothing, so it has no such norm
+    model, info = CLASSIFIER.from_pretrained(tmp_path, output_loading_info=True)
+    fresh = {"pooling.norm.weight", "pooling.norm.running_mean", "classifier.weight"}
+    assert fresh <= set(info["missing_keys"])
+    norm, many = model.pooling.norm, torch.cat([token_ids(seed=s) for s in (1, 2, 3)])
+    assert norm.running_mean.eq(0).all() and norm.running_var.eq(1).all() and norm.num_batches_tracked == 0
+
+    means = model.eval().hidden(many).mean(1)
+    want = (means - means.mean(0)) / (means.var(0, unbiased=False) + norm.eps).sqrt()
+    got = model.train()(many).logits
+    torch.testing.assert_close(got, model.classifier(want), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(norm.running_mean, 0.2 * means.mean(0))
+    kept = norm.running_mean.clone()
+    alone = model(many[:1]).logits  # one text, in training: no spread to divide by
+    assert torch.equal(norm.running_mean, kept)
+    torch.testing.assert_close(alone, model.eval()(many).logits[:1])
+
+
+def test_pairs_are_read_one_by_one():
+    model = toy_model(hf.CosformerForPairClassification, num_labels=2)
+    a, b, labels = token_ids(), token_ids(length=9, seed=2), torch.tensor([0, 1])
+    out = model(input_ids=a, pair_input_ids=b, labels=labels)
+    x, y = (model.pooling(model.hidden(t)) for t in (a, b))
+    torch.testing.assert_close(out.logits, model.classifier(torch.cat([x, y, x * y, x - y], -1)))
+    torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(out.logits, labels))
+    (logits,) = model(a, b, return_dict=False)
+    assert torch.equal(logits, out.logits)
+
+
+def test_a_text_past_its_positions_is_an_error():
+    model = toy_model(hf.CosformerForMaskedLM, max_position_embeddings=24)
+    model(token_ids(length=24))
+    longer = token_ids(length=25)
+    said = "the text has 25 tokens, but max_position_embeddings is 24 and each position has a learned"
+    with pytest.raises(ValueError, match=said):
+        model(longer)
+    with pytest.raises(ValueError, match=said):
+        model(inputs_embeds=torch.randn(1, 25, 32))
+    rows = torch.cat([torch.arange(13), torch.arange(12)])[None]
+    assert model(longer[:1], position_ids=rows).logits.shape[1] == 25  # packed: each text is short enough
+
+
+def test_one_number_is_told_by_its_square_error():
+    model = toy_model(CLASSIFIER, num_labels=1)
+    out = model(token_ids(), labels=torch.tensor([0.5, 2.0]))
+    torch.testing.assert_close(out.loss, (out.logits[:, 0] - torch.tensor([0.5, 2.0])).square().mean())
+
+
+def test_dropout_is_on_the_embeddings_and_on_what_blocks_add():
+    model, x = toy_model(hf.CosformerForMaskedLM, dropout=0.5), token_ids()
+    assert sum(isinstance(m, torch.nn.Dropout) and m.p == 0.5 for m in model.modules()) == 1 + 2 * 2
+    torch.testing.assert_close(model(x).logits, model(x).logits)
+    model.train()
+    assert not torch.allclose(model(x).logits, model(x).logits)
+
+
+def test_without_positions_and_cosine_there_is_no_limit():
+    free = {"positions": "none", "max_position_embeddings": 24}
+    model, longer = toy_model(hf.CosformerForMaskedLM, horizon=math.inf, **free), token_ids(length=72)
+    got = model(longer).logits
+    torch.testing.assert_close(model(longer, token_type_ids=torch.zeros_like(longer)).logits, got)
+    torch.testing.assert_close(model(longer, position_ids=torch.arange(72)[None]).logits, got)
+    with pytest.raises(ValueError, match="25 tokens reach past the horizon of 24; use shorter texts"):
+        toy_model(hf.CosformerForMaskedLM, **free)(token_ids(length=25))
+    assert toy_model(hf.CosformerForMaskedLM, mixer="elu", **free)(longer).logits.shape[1] == 72

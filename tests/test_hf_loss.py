@@ -1,0 +1,68 @@
+"""One-vs-each: the bound it is, unbiased from a sample, and only in training."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import token_ids, toy_model
+
+pytest.importorskip("transformers")
+
+import cosformer.hf as hf
+from cosformer.hf.loss import one_vs_each
+
+V, C = 40, 8
+
+
+def bound(hidden, weight, bias, labels) -> torch.Tensor:
+    """The definition, term by term."""
+    scores, total, asked = hidden @ weight.T + bias, 0.0, 0
+    for f, y in zip(scores, labels.tolist()):
+        if y >= 0:
+            asked += 1
+            total = total - sum(F.logsigmoid(f[y] - f[m]) for m in range(V) if m != y)
+    return total / asked
+
+
+def case():
+    hidden, weight, bias = torch.randn(12, C), torch.randn(V, C), torch.randn(V)
+    labels = torch.randint(V, (12,))
+    labels[3] = -100
+    return hidden, weight, bias, labels
+
+
+def test_it_is_the_definition_and_above_the_softmax():
+    given = case()
+    exact = one_vs_each(*given, samples=V)
+    torch.testing.assert_close(exact, bound(*given))
+    hidden, weight, bias, labels = given
+    assert exact > F.cross_entropy(hidden @ weight.T + bias, labels)
+
+
+def test_a_sample_is_unbiased():
+    given = case()
+    found = torch.stack([one_vs_each(*given, samples=10) for _ in range(2000)])
+    error = found.std() / len(found) ** 0.5
+    assert (found.mean() - bound(*given)).abs() < 4 * error
+    assert found.std() > 0.1  # it is a sample
+
+
+def test_total_divides_instead_of_the_count():
+    given = case()
+    torch.testing.assert_close(one_vs_each(*given, samples=V, total=22), one_vs_each(*given, samples=V) / 2)
+
+
+def test_a_model_trains_with_it_and_is_judged_by_the_softmax():
+    fields = {"loss": "one-vs-each", "loss_samples": 1000}
+    model, x = toy_model(hf.CosformerForCausalLM, **fields), token_ids()
+    out = model.train()(input_ids=x, labels=x)
+    assert out.logits is None
+    hidden = model.model(x, use_cache=False).last_hidden_state[:, :-1].flatten(0, 1)
+    want = one_vs_each(hidden, model.lm_head.weight, None, x[:, 1:].flatten(), samples=1000)
+    torch.testing.assert_close(out.loss, want)
+    judged = model.eval()(input_ids=x, labels=x)
+    want = F.cross_entropy(judged.logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
+    torch.testing.assert_close(judged.loss, want)
+    classifier = toy_model(hf.CosformerForSequenceClassification, num_labels=3, **fields).train()
+    assert classifier(token_ids(), labels=torch.tensor([0, 2])).loss.requires_grad
+    with pytest.raises(ValueError, match="loss is 'hinge' over 256 samples; one of 'softmax', 'one-vs-each'"):
+        toy_model(hf.CosformerForCausalLM, loss="hinge")
