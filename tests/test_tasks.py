@@ -2,9 +2,11 @@
 
 import json
 import pickle
+import re
 import subprocess
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +14,7 @@ import torch
 from conftest import aan, cifar, imdb
 
 from cosformer import tasks
-from cosformer.tasks import generated
+from cosformer.tasks import cache, generated, pathfinder, texts, tokens
 from cosformer.tasks.generated import BAD, GOOD, dates, reviews
 from cosformer.tasks.published import PUBLISHED
 
@@ -201,8 +203,6 @@ def test_reviews_need_more_than_counting_words():
 
 
 def test_dates_are_right():
-    import re
-
     for _, row in list(dates(seed=0))[:2000]:
         year, month, day = row.fields["target"].split("-")
         numbers = {int(n) for n in re.findall(r"\d+", row.fields["source"])}
@@ -322,13 +322,25 @@ def test_self_pretraining_hides_the_tasks_own_inputs(name, tmp_path):
         tasks.pretraining(tasks.build("copy", examples=few))
 
 
-def test_the_documentation_runs(tmp_path, monkeypatch):
-    import pathlib
-    import re
+PAGE = (Path(__file__).parents[1] / "docs" / "tasks.md").read_text()
 
-    page = pathlib.Path(__file__).parents[1] / "docs" / "tasks.md"
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+
+def test_the_documentation_runs(tmp_path, monkeypatch):
+    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
     assert len(blocks) >= 4
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COSFORMER_CACHE", str(tmp_path / "cache"))
     exec("\n".join(blocks), {})
+
+
+def test_the_documentation_has_the_constants():
+    page = " ".join(PAGE.split())
+    assert f"up to {tokens.MOST:,} entries" in page
+    assert f"it holds {texts.HELD} % of the training texts and is at most {texts.LONGEST:,}" in page
+    assert all(f"windows of `length` ({tasks.settings(name)['length']})" in page for name in ("lm", "mlm"))
+    assert f"those of {cache.LARGE >> 20} MB and more" in page
+    assert re.search(r"published for ([\d, ]+) \(Path-X\) and (\d+) pixels", page).groups() == (
+        "32, 64, 128",
+        "256",
+    )
+    assert list(pathfinder.DRAWINGS) == [32, 64, 128, 256, 300]

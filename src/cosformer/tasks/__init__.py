@@ -19,9 +19,8 @@ __all__ = ["IGNORE", "KINDS", "SPLITS", "DataError", "Special", "Task", "build",
 _MODULES = {
     **dict.fromkeys(("lm", "mlm"), "language"),
     **dict.fromkeys(("classify", "text", "retrieval"), "classification"),
-    **dict.fromkeys(("seq2seq", "reverse"), "seq2seq"),
-    **dict.fromkeys(("recall", "copy"), "recall"),
-    **{name: name for name in ("listops", "image", "pathfinder")},
+    **{name: name for name in ("seq2seq", "listops", "image", "pathfinder")},
+    **dict.fromkeys(("recall", "copy", "reverse"), "recall"),
 }
 
 

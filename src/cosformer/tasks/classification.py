@@ -12,18 +12,18 @@ from torch import Tensor
 from .collate import Collate
 from .contract import SPLITS, DataError, Published, Special, Task, listed, shown
 from .generated import reviews
-from .metrics import class_scores, majority
+from .metrics import class_choice, class_metrics, majority, scores
 from .published import PUBLISHED
 from .source import Row, Source
-from .table import Mapped, Table
+from .table import Mapped
 from .texts import Texts, length_for
 
 TEXT = ("text", "sentence", "sentence1", "text1", "question1", "premise", "review", "content", "source")
 PAIR = ("sentence2", "text2", "question2", "hypothesis", "pair")
 LABEL = ("label", "labels", "target", "class", "sentiment", "category")
 IMDB = ("label", "rating", "id", "text")
-MANY = 100  # labels that no small table may have
 AAN = ("label", "id1", "id2", "text1", "text2")
+MANY = 100  # labels that no small table may have
 
 
 def label_of(row: Row, asked: str | None) -> str:
@@ -68,14 +68,6 @@ def assembled(row: dict[str, Any], *, length: int, special: Special, towers: boo
     return {"input_ids": ids, "labels": row["labels"]}
 
 
-def tokens_needed(table: Table, roles: Iterable[str], *, towers: bool) -> np.ndarray:
-    """How long each row would be if nothing were cut."""
-    lengths = [table.lengths(role) for role in roles]
-    if len(lengths) == 1 or towers:
-        return np.max(lengths, 0) + 1
-    return np.sum(lengths, 0) + 3
-
-
 def _task(
     name: str,
     texts: Texts,
@@ -93,37 +85,34 @@ def _task(
 
     def rows() -> Iterator[tuple[str, dict[str, Any]]]:
         marks = texts.source.each(lambda row: label_of(row, label))
-        names = [str(name) for name in labels or label_set(marks)]
-        facts["labels"] = names
+        names = facts["labels"] = list(labels or label_set(marks))
 
         def numbered(row: Row) -> dict[str, Any]:
             mark = label_of(row, label)
             if mark not in names:
                 raise row.error(f"label {shown(mark)} is not one of {listed(names)}")
-            return {**texts.tokens(row), "labels": names.index(mark)}
+            return {**texts.texts(row), "labels": names.index(mark)}
 
         yield from texts.source.each(numbered)
 
     # As published, the test set may validate, too.
     needed = SPLITS if texts.source.holdout else ("train", "test")
     tables = texts.stored("classified", rows, facts=facts, label=label, labels=labels, needed=needed)
-    length, notes = length_for(tokens_needed(tables["train"], texts.roles, towers=towers), length)
+    lengths = [tables["train"].lengths(role) for role in texts.roles]
+    joined = len(lengths) == 2 and not towers
+    length, notes = length_for(np.sum(lengths, 0) + 3 if joined else np.max(lengths, 0) + 1, length)
     cut = partial(assembled, length=length, special=encode.special, towers=towers)
     sets: dict[str, Any] = {split: Mapped(tables[split], cut) for split in SPLITS if len(tables[split])}
     return Task(
         name=name,
         kind="pair-classification" if towers else "sequence-classification",
         **{"validation": sets["test"], **sets},
-        **class_scores(),
+        **scores(class_choice, class_metrics, "accuracy"),
+        **encode.fields(texts.key["content"], length, single="bos $A", pair="bos $A sep $B eos"),
         collate=Collate(encode.special.pad),
-        special=encode.special,
-        vocab_size=encode.size,
-        max_length=length,
         labels=tuple(facts["labels"]),
-        tokenizer=encode.fit(length, single="bos $A", pair="bos $A sep $B eos"),
         published=published,
         settings={"length": length, "label": label, **texts.settings},
-        fingerprint=encode.fingerprint(texts.key["content"]),
         majority=majority(tables["test"].values("labels")),
         notes=(*facts["notes"], *notes),
     )
@@ -146,8 +135,8 @@ def classify(
 ) -> Task:
     """Texts, or pairs if `pair` names the second column. `columns` names those of a file without a header."""
     roles = {"text": (text, TEXT), "pair": (pair, PAIR)} if pair else {"text": (text, TEXT)}
-    source = Source(data=data, columns=columns, holdout=holdout, seed=seed, cache=cache, generated=reviews)
-    source.skip_bad_rows = skip_bad_rows
+    source = Source(data=data, columns=columns, holdout=holdout, seed=seed, cache=cache)
+    source.generated, source.skip_bad_rows = reviews, skip_bad_rows
     texts = Texts(source, roles=roles, tokenizer=tokenizer)
     return _task("classify", texts, length=length, label=label, labels=labels)
 

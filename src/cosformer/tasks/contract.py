@@ -14,8 +14,8 @@ IGNORE = -100  # the label that torch's cross entropy, and so every Hugging Face
 
 def shown(value: Any, most: int = 60) -> str:
     """A value as an error shows it: cut, if it is long."""
-    text = value if isinstance(value, str) else repr(value)
-    return repr(value) if len(text) <= most else f"{text[:most]!r}... ({len(text):,} characters)"
+    text = repr(value)
+    return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
 def listed(names: Collection[Any], most: int = 8) -> str:

@@ -6,7 +6,7 @@ from typing import Any
 from .collate import Collate
 from .contract import SPLITS, Task
 from .corpus import Corpus
-from .metrics import language_scores
+from .metrics import TokenScores, language_metrics, scores
 from .packing import Masked, Packed
 from .source import Source
 from .table import stored
@@ -35,25 +35,22 @@ class Tokenised:
         for split, text, end in self.corpus:
             if text and not size:
                 yield split, {"tokens": [special.bos]}, False
-            yield split, {"tokens": self.encoder.encode(text)}, False
+            yield split, {"tokens": self.encoder.encode([text])[0]}, False
             size += len(text.encode())
             if end and size:
                 yield split, {"tokens": [special.eos], "bytes": size}
                 size = 0
         self.facts["notes"] = self.corpus.source.bad.note()
 
-    def task(self, name: str, *, length: int, template: str, settings: dict[str, Any], **fields: Any) -> Task:
+    def task(self, name: str, length: int, *, template: str, settings: dict[str, Any], **fields: Any) -> Task:
         """The task over windows of these tables; the saved tokenizer writes texts by `template`."""
+        content = self.corpus.key["content"]
         return Task(
             name=name,
             collate=Collate(self.encoder.special.pad, packed=True),
-            vocab_size=self.encoder.size,
-            max_length=length,
-            special=self.encoder.special,
-            tokenizer=self.encoder.fit(length, single=template),
             settings={"length": length, **settings, **self.settings},
-            fingerprint=self.encoder.fingerprint(self.corpus.key["content"]),
             notes=(*self.facts["notes"], *self.encoder.notes),
+            **self.encoder.fields(content, length, single=template),
             **fields,
         )
 
@@ -86,11 +83,9 @@ def lm(
     if lengths is None:  # tokens that are not strings of bytes get the mean: exact on the whole
         train = tokens.tables["train"]
         lengths = train.values("bytes").sum() / len(train.values("tokens"))
-    scores = language_scores(shift=True, metric="perplexity", byte_lengths=lengths)
     chosen = {"stride": stride, "isolate": isolate}
-    return tokens.task(
-        "lm", kind="causal-lm", length=length, template="$A", settings=chosen, **sets, **scores
-    )
+    fields = scores(TokenScores(shift=True, byte_lengths=lengths), language_metrics, "perplexity") | sets
+    return tokens.task("lm", length, kind="causal-lm", template="$A", settings=chosen, **fields)
 
 
 def mlm(
@@ -115,12 +110,9 @@ def mlm(
     encode = tokens.encoder
     hide: dict[str, Any] = {"content": encode.content(), "mask": encode.special.mask, "seed": seed}
     hide |= {"share": share, "joins": encode.joins() if whole_word else None}
-    sets = {}
+    fields = scores(TokenScores(shift=False), language_metrics, "loss_per_token")
     for split in SPLITS:
         windows = Packed(tokens.tables[split], length=length, isolate=isolate)
-        sets[split] = Masked(windows, copies=copies if split == "train" else 1, **hide)
-    scores = language_scores(shift=False, metric="loss_per_token")
+        fields[split] = Masked(windows, copies=copies if split == "train" else 1, **hide)
     chosen = {"isolate": isolate, "whole_word": whole_word, "share": share, "copies": copies}
-    return tokens.task(
-        "mlm", kind="masked-lm", length=length, template="bos $A eos", settings=chosen, **sets, **scores
-    )
+    return tokens.task("mlm", length, kind="masked-lm", template="bos $A eos", settings=chosen, **fields)

@@ -7,7 +7,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .contract import IGNORE, Special
+from .contract import IGNORE
 
 
 def _logits(output: Any) -> Tensor:
@@ -116,31 +116,11 @@ class Seq2SeqMetrics:
         return row[: int(stop.argmax())].tolist() if stop.any() else row.tolist()
 
 
-# How a task of each kind is scored: four of its fields.
-
-
-def language_scores(*, shift: bool, metric: str, byte_lengths: Any = None) -> dict[str, Any]:
+def scores(shrink: Any, compute: Any, metric: str) -> dict[str, Any]:
+    """How a task is scored: four of its fields."""
     return {
-        "preprocess_logits_for_metrics": TokenScores(shift=shift, byte_lengths=byte_lengths),
-        "compute_metrics": language_metrics,
+        "preprocess_logits_for_metrics": shrink,
+        "compute_metrics": compute,
         "metric": metric,
-        "greater_is_better": metric == "accuracy",
-    }
-
-
-def class_scores() -> dict[str, Any]:
-    return {
-        "preprocess_logits_for_metrics": class_choice,
-        "compute_metrics": class_metrics,
-        "metric": "accuracy",
-        "greater_is_better": True,
-    }
-
-
-def seq2seq_scores(special: Special, tokenizer: Any = None) -> dict[str, Any]:
-    return {
-        "preprocess_logits_for_metrics": token_choice,
-        "compute_metrics": Seq2SeqMetrics(eos=special.eos, pad=special.pad, tokenizer=tokenizer),
-        "metric": "sequence_accuracy",
-        "greater_is_better": True,
+        "greater_is_better": "accuracy" in metric,
     }

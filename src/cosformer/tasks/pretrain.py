@@ -7,7 +7,7 @@ from torch import Tensor
 
 from .collate import Collate
 from .contract import SPLITS, Rows, Task
-from .metrics import language_scores
+from .metrics import TokenScores, language_metrics, scores
 from .packing import Masked
 
 
@@ -49,7 +49,7 @@ def pretraining(task: Task, *, share: float = 0.15, copies: int = 10, seed: int 
         name=f"{task.name}-pretraining",
         kind="masked-lm",
         **sets,
-        **language_scores(shift=False, metric="loss_per_token"),
+        **scores(TokenScores(shift=False), language_metrics, "loss_per_token"),
         collate=Collate(special.pad),
         vocab_size=task.vocab_size,
         max_length=task.max_length,

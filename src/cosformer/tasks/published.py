@@ -13,7 +13,7 @@ from typing import Any
 from .cache import hashed
 from .collate import Collate
 from .contract import Published, Special, Task
-from .metrics import class_scores, majority
+from .metrics import class_choice, class_metrics, majority, scores
 from .table import stored
 
 PUBLISHED = {
@@ -43,7 +43,7 @@ def arena(
         name=name,
         kind="sequence-classification",
         **sets,
-        **class_scores(),
+        **scores(class_choice, class_metrics, "accuracy"),
         collate=Collate(Special.pad),
         vocab_size=vocab_size,
         max_length=length,

@@ -1,6 +1,7 @@
-"""Remembering exactly: `recall`, many associations, hard for linear attention; the toy `copy`."""
+"""Remembering exactly: `recall`, many associations, hard for linear attention; toys `copy`, `reverse`."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -8,22 +9,22 @@ import numpy as np
 from .cache import hashed
 from .collate import Collate
 from .contract import IGNORE, SPLITS, Special, Task
-from .metrics import language_scores
+from .metrics import Seq2SeqMetrics, TokenScores, language_metrics, scores, token_choice
 from .table import Arrays
 
 
-def _task(name: str, sets: dict[str, Any], **fields: Any) -> Task:
-    scores = language_scores(shift=True, metric="accuracy")
-    collate = Collate(Special.pad, packed=True)
-    return Task(
-        name=name,
-        kind="causal-lm",
-        collate=collate,
-        fingerprint=hashed(name, fields["settings"]),
-        **sets,
-        **scores,
-        **fields,
-    )
+def _sets(examples: Sequence[int], seed: int, salt: int, draw: Callable[..., Arrays]) -> dict[str, Any]:
+    """`draw(rng, size)` for every split, each with a seed of its own."""
+    sizes = enumerate(zip(SPLITS, examples, strict=True))
+    return {split: draw(np.random.default_rng((seed, salt, n)), size) for n, (split, size) in sizes}
+
+
+def _task(name: str, sets: dict[str, Any], settings: dict[str, Any], **fields: Any) -> Task:
+    if "kind" not in fields:
+        fields |= scores(TokenScores(shift=True), language_metrics, "accuracy")
+        fields |= {"kind": "causal-lm", "collate": Collate(Special.pad, packed=True)}
+    known = {"max_length": settings["length"], "fingerprint": hashed(name, settings)}
+    return Task(name=name, settings=settings, **known, **sets, **fields)
 
 
 def _distinct(rng: np.random.Generator, low: int, high: int, shape: tuple[int, int]) -> np.ndarray:
@@ -86,13 +87,10 @@ def recall(
         raise ValueError(f"length must be even and at least 4 * pairs; got length={length}, pairs={pairs}")
     if vocabulary // 2 - 1 < pairs:
         raise ValueError(f"vocabulary={vocabulary} has fewer than pairs={pairs} keys")
-    shape = {"length": length, "pairs": pairs, "vocabulary": vocabulary}
-    sets: dict[str, Any] = {}
-    for number, (split, size) in enumerate(zip(SPLITS, examples, strict=True)):
-        rng = np.random.default_rng((seed, 4, number))
-        sets[split] = associations(rng, size, power=power, blank=blank, **shape)
-    settings = {**shape, "power": power, "blank": blank, "examples": list(examples), "seed": seed}
-    return _task("recall", sets, vocab_size=vocabulary, max_length=length, settings=settings)
+    shape = {"length": length, "pairs": pairs, "vocabulary": vocabulary, "power": power, "blank": blank}
+    sets = _sets(examples, seed, 4, partial(associations, **shape))
+    settings = {**shape, "examples": list(examples), "seed": seed}
+    return _task("recall", sets, settings, vocab_size=vocabulary)
 
 
 def copy(
@@ -101,11 +99,29 @@ def copy(
     """Toy: random symbols, a separator, the same symbols again, which are asked for. `length` counts all."""
     if length < 4 or length % 2:
         raise ValueError(f"length must be even and at least 4; got {length}")
-    half, sets, size = length // 2 - 1, {}, Special.count + symbols
-    for number, (split, count) in enumerate(zip(SPLITS, examples, strict=True)):
-        said = np.random.default_rng((seed, 5, number)).integers(Special.count, size, (count, half))
+    half, size = length // 2 - 1, Special.count + symbols
+
+    def draw(rng: np.random.Generator, count: int) -> Arrays:
+        said = rng.integers(Special.count, size, (count, half))
         inputs = np.c_[np.full(count, Special.bos), said, np.full(count, Special.sep), said]
-        labels = np.where(np.arange(length) > half + 1, inputs, IGNORE)
-        sets[split] = Arrays(input_ids=inputs, labels=labels)
+        return Arrays(input_ids=inputs, labels=np.where(np.arange(length) > half + 1, inputs, IGNORE))
+
     settings = {"length": length, "symbols": symbols, "examples": list(examples), "seed": seed}
-    return _task("copy", sets, vocab_size=size, max_length=length, settings=settings)
+    return _task("copy", _sets(examples, seed, 5, draw), settings, vocab_size=size)
+
+
+def reverse(
+    *, length: int = 16, symbols: int = 16, examples: Sequence[int] = (20_000, 500, 500), seed: int = 0
+) -> Task:
+    """Toy: `length` random symbols, to be written in reverse: cross attention must carry them."""
+    size = Special.count + symbols
+
+    def draw(rng: np.random.Generator, count: int) -> Arrays:
+        given = rng.integers(Special.count, size, (count, length))
+        return Arrays(input_ids=given, labels=np.c_[given[:, ::-1], np.full(count, Special.eos)])
+
+    settings = {"length": length, "symbols": symbols, "examples": list(examples), "seed": seed}
+    metrics = Seq2SeqMetrics(eos=Special.eos, pad=Special.pad)
+    fields = scores(token_choice, metrics, "sequence_accuracy") | {"collate": Collate(Special.pad)}
+    fields |= {"kind": "seq2seq", "max_target_length": length + 1, "vocab_size": size}
+    return _task("reverse", _sets(examples, seed, 3, draw), settings, **fields)

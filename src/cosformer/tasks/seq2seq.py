@@ -1,19 +1,17 @@
-"""One sequence to another through cross attention: `seq2seq` for one's own pairs, the toy `reverse`."""
+"""One sequence to another through cross attention: `seq2seq` for one's own pairs of texts."""
 
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
-from .cache import hashed
 from .collate import Collate
-from .contract import SPLITS, Special, Task
+from .contract import SPLITS, Task
 from .generated import dates
-from .metrics import seq2seq_scores
+from .metrics import Seq2SeqMetrics, scores, token_choice
 from .source import Source
-from .table import Arrays, Mapped
+from .table import Mapped
 from .texts import Texts, length_for
 
 SOURCE = ("source", "src", "input")
@@ -46,55 +44,27 @@ def seq2seq(
     if any(asked is not None and asked < 2 for asked in (length, target_length)):
         raise ValueError(f"length and target_length must be at least 2; got {length} and {target_length}")
     roles = {"source": (source, SOURCE), "target": (target, TARGET)}
-    source_ = Source(data=data, columns=columns, holdout=holdout, seed=seed, cache=cache, generated=dates)
-    source_.skip_bad_rows = skip_bad_rows
-    texts = Texts(source_, roles=roles, tokenizer=tokenizer)
-
+    table = Source(data=data, columns=columns, holdout=holdout, seed=seed, cache=cache)
+    table.generated, table.skip_bad_rows = dates, skip_bad_rows
+    texts = Texts(table, roles=roles, tokenizer=tokenizer)
     facts: dict[str, Any] = {}
-    tables = texts.stored("pairs", lambda: texts.source.each(texts.tokens), facts=facts)
+    tables = texts.stored("pairs", lambda: table.each(texts.texts), facts=facts)
     encode, train = texts.encoder, tables["train"]
     length, notes = length_for(train.lengths("source") + 1, length)
     setting = "--set task.target_length=N"
     target_length, more = length_for(train.lengths("target") + 1, target_length, setting=setting)
     sizes: dict[str, Any] = {"length": length, "target_length": target_length}
-    cut = partial(ended, eos=encode.special.eos, **sizes)
+    special, cut = encode.special, partial(ended, eos=encode.special.eos, **sizes)
+    metrics = Seq2SeqMetrics(eos=special.eos, pad=special.pad, tokenizer=encode.tokenizer)
     sets: dict[str, Any] = {split: Mapped(tables[split], cut) for split in SPLITS}
     return Task(
         name="seq2seq",
         kind="seq2seq",
         **sets,
-        **seq2seq_scores(encode.special, encode.tokenizer),
-        collate=Collate(encode.special.pad),
-        special=encode.special,
-        tokenizer=encode.fit(length, single="$A eos"),
-        vocab_size=encode.size,
-        max_length=length,
+        **scores(token_choice, metrics, "sequence_accuracy"),
+        **encode.fields(texts.key["content"], length, single="$A eos"),
+        collate=Collate(special.pad),
         max_target_length=target_length,
         settings={**sizes, **texts.settings},
-        fingerprint=encode.fingerprint(texts.key["content"]),
         notes=(*facts["notes"], *notes, *more),
-    )
-
-
-def reverse(
-    *, length: int = 16, symbols: int = 16, examples: Sequence[int] = (20_000, 500, 500), seed: int = 0
-) -> Task:
-    """Toy: `length` random symbols, to be written in reverse: cross attention must carry them."""
-    sets: dict[str, Any] = {}
-    size = Special.count + symbols
-    for number, (split, count) in enumerate(zip(SPLITS, examples, strict=True)):
-        given = np.random.default_rng((seed, 3, number)).integers(Special.count, size, (count, length))
-        sets[split] = Arrays(input_ids=given, labels=np.c_[given[:, ::-1], np.full(count, Special.eos)])
-    settings = {"length": length, "symbols": symbols, "examples": list(examples), "seed": seed}
-    return Task(
-        name="reverse",
-        kind="seq2seq",
-        **sets,
-        **seq2seq_scores(Special()),
-        collate=Collate(Special.pad),
-        vocab_size=size,
-        max_length=length,
-        max_target_length=length + 1,
-        settings=settings,
-        fingerprint=hashed("reverse", settings),
     )

@@ -1,5 +1,6 @@
 """A table of texts, tokenised whole and kept: what classification and sequence to sequence read."""
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ from .table import Table, stored
 from .tokens import encoder
 
 Columns = tuple[str | None, Sequence[str]]  # the one asked for, the usual names
+BATCH = 1024  # texts tokenised at once, on as many cores as there are
 HELD, LONGEST = 95, 1024  # percent of the training texts that a length not asked for holds whole; its limit
 
 
@@ -22,27 +24,29 @@ class Texts:
         self.encoder = encoder(tokenizer, texts=self._training, key=self.key, cache=source.cache)
         self.settings = {"tokenizer": tokenizer, **self.key}
 
-    def tokens(self, row: Row) -> dict[str, np.ndarray]:
-        """The ids of a record's texts, by role; nothing cut, nothing added."""
-        return {role: self.encoder.encode(text) for role, text in self._texts(row).items()}
-
-    def _texts(self, row: Row) -> dict[str, str]:
+    def texts(self, row: Row) -> dict[str, str]:
+        """A record's texts, by role."""
         return {role: row.text(asked, usual, argument=role) for role, (asked, usual) in self.roles.items()}
 
     def _training(self) -> Iterator[str]:
-        return (text for s, texts in self.source.each(self._texts) if s == "train" for text in texts.values())
+        rows = self.source.each(self.texts)
+        return (text for split, texts in rows if split == "train" for text in texts.values())
 
     def stored(
         self, name: str, rows: Callable[[], Iterable[tuple]], *, facts: dict[str, Any], **settings: Any
     ) -> dict[str, Table]:
-        """Tables of `rows()`, which read the source; facts get notes for a user; see table.stored."""
+        """Tables of `rows()`, their texts as tokens, whole; facts get notes for a user; see table.stored."""
 
-        def noted() -> Iterator[tuple]:
-            yield from rows()
+        def encoded() -> Iterator[tuple]:
+            left = iter(rows())
+            while batch := list(itertools.islice(left, BATCH)):
+                ids = iter(self.encoder.encode([row[role] for _, row in batch for role in self.roles]))
+                for split, row in batch:
+                    yield split, {**row, **{role: next(ids) for role in self.roles}}
             facts["notes"] = self.source.bad.note()
 
         known = {"vocabulary": self.encoder.vocabulary(), "facts": facts, **self.key, **settings}
-        tables = stored(name, noted, vocab_size=self.encoder.size, cache=self.source.cache, **known)
+        tables = stored(name, encoded, vocab_size=self.encoder.size, cache=self.source.cache, **known)
         facts["notes"] += self.encoder.notes
         return tables
 
