@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, settings
 from torch.utils._device import _device_constructors
 
-from cosformer.ops.operator import BACKENDS, backend, backend_problem
+from cosformer.ops.operator import BACKENDS, backend_problem, declared
 
 settings.register_profile(
     "cosformer", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
@@ -19,12 +19,12 @@ torch.set_num_threads(1)  # small tensors; tests run side by side, and those abo
 
 
 RUNNING = [name for name in BACKENDS if backend_problem(name) is None]
-BACKEND_DTYPES = [(name, dtype) for name in RUNNING for dtype in backend(name).dtypes]
+BACKEND_DTYPES = [(name, dtype) for name in RUNNING for dtype in declared(name).dtypes]
 
 
 def widest(name: str) -> torch.dtype:
     """The most exact dtype a backend runs."""
-    return max(backend(name).dtypes, key=lambda dtype: dtype.itemsize)
+    return max(declared(name).dtypes, key=lambda dtype: dtype.itemsize)
 
 
 def pytest_generate_tests(metafunc):

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .. import reference
 from ..ops import cosformer_attention, cosformer_stream
-from ..ops.operator import BACKENDS, backend_problem
+from ..ops.operator import BACKENDS, backend_problem, declared
 
 SHAPE = (1, 4, 300, 32)  # an odd length: the last chunk is not full
 ALLOWED = {"float32": 2e-5, "float64": 1e-12}  # relative to the largest value
@@ -26,7 +26,7 @@ def rows() -> Iterator[dict[str, Any]]:
         for backend in BACKENDS:
             if backend_problem(backend) is not None:
                 continue
-            for dtype in ("float32", "float64") if backend == "torch" else ("float32",):
+            for dtype in (d for d in ALLOWED if getattr(torch, d) in declared(backend).dtypes):
                 cast = [x.to(getattr(torch, dtype)) for x in (q, k, v, weight)]
                 run = lambda *x: cosformer_attention(*x, horizon=length, causal=causal, backend=backend)
                 got = _with_gradients(run, *cast)

@@ -1,4 +1,4 @@
-"""The operators: cosFormer attention, and the linear-attention core it shares with the other kernel mixers."""
+"""The operators: cosFormer attention, and the core of linear attention it shares with other mixers."""
 
 from .cosformer import cosformer_attention, cosformer_stream
 from .linear import State, linear_attention, linear_read, linear_state, linear_stream

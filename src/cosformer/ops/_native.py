@@ -1,6 +1,7 @@
-"""The native backend: linear attention over the compiled kernel (csrc/), and the choice of an instruction set.
+"""The native backend: the operator over the compiled kernel (csrc/), and the choice of an instruction set.
 
-The kernel is a plain C library, one per instruction set, loaded on first use. It works on tensors in place, whatever their strides.
+The kernel is a plain C library, one per instruction set, loaded on first use. It works on tensors in place,
+whatever their strides.
 """
 
 import ctypes
@@ -8,7 +9,7 @@ import logging
 import os
 import struct
 import sys
-import threading
+from functools import cache
 from pathlib import Path
 
 import torch  # before the kernel is loaded, so that both use the OpenMP runtime that torch brings
@@ -25,15 +26,13 @@ _ABSENT = (0,) * 6  # a tensor that is not there
 _CPU = torch.device("cpu")
 
 _log = logging.getLogger("cosformer")
-_lock = threading.Lock()
-_library: "_Kernel | str | None" = None  # the loaded kernel, or the reason why there is none
 
 
 # Loading
 
 
 def _directory() -> Path:
-    """Where the libraries are: an editable install keeps them apart from the sources, and the package's path names both places."""
+    """Where the libraries are: the package's path also names where an editable install keeps them."""
     places = [Path(p) / "lib" for p in sys.modules[__package__].__path__]
     return next((p for p in places if p.is_dir()), places[-1])
 
@@ -60,64 +59,56 @@ class _Kernel:
         self.backward.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
 
 
-def available() -> list[str]:
+def usable() -> list[str]:
     """The instruction sets that are both built and supported by this CPU, best first."""
     built = [isa for isa in ISAS if _path(isa).exists()]
     if not built:
         return []
-    anyone = _Kernel(built[-1])  # this function uses no special instructions
-    return [isa for isa in built if anyone.supports(isa.encode())]
+    any_kernel = _Kernel(built[-1])  # what it is asked uses no special instructions
+    return [isa for isa in built if any_kernel.supports(isa.encode())]
 
 
-def load(isa: str | None = None) -> None:
-    """Load the kernel for `isa` (by default COSFORMER_ISA, else the best available) and use it from now on."""
-    global _library
-    isa = isa or os.environ.get("COSFORMER_ISA")
-    usable = available()
-    if isa and isa not in usable:
+def _load() -> _Kernel:
+    """The kernel for the instruction set that COSFORMER_ISA names, else for the best."""
+    found, isa = usable(), os.environ.get("COSFORMER_ISA")
+    if isa and isa not in found:
         if _path(isa).exists():
             raise RuntimeError(f"the kernel for {isa!r} is not supported by this CPU")
-        others = ", ".join(usable) or "none"
+        others = ", ".join(found) or "none"
         raise RuntimeError(f"the kernel for {isa!r} is not built; these can be used: {others}")
-    if not usable:
+    if not found:
         raise RuntimeError("it was not built when the package was installed: was there a C++ compiler?")
-    _library = _Kernel(isa or usable[0])
+    return _Kernel(isa or found[0])
 
 
-def _loaded() -> "_Kernel | str":
-    global _library
-    if _library is None:
-        with _lock:
-            if _library is None:
-                try:
-                    load()
-                except (OSError, RuntimeError) as error:
-                    _library = str(error)
-                    _log.warning(
-                        "the native CPU kernel cannot be used (%s); the slower torch backend runs instead",
-                        error,
-                    )
-    assert _library is not None
-    return _library
+@cache
+def _loaded() -> _Kernel | str:
+    """The kernel, or the reason why there is none."""
+    try:
+        return _load()
+    except (OSError, RuntimeError) as error:
+        _log.warning(
+            "the native CPU kernel cannot be used (%s); the slower torch backend runs instead", error
+        )
+        return str(error)
 
 
 def _kernel() -> _Kernel:
-    library = _loaded()
-    if isinstance(library, str):
-        raise RuntimeError(f"the native kernel cannot be used: {library}")
-    return library
+    kernel = _loaded()
+    assert isinstance(kernel, _Kernel), "a call is refused where there is no kernel"
+    return kernel
+
+
+def problem() -> str | None:
+    """Why there is no kernel for this machine, or None."""
+    kernel = _loaded()
+    return kernel if isinstance(kernel, str) else None
 
 
 def info() -> dict[str, object]:
     """The instruction set loaded, and those that could be."""
-    library = _loaded()
-    return {} if isinstance(library, str) else {"instruction set": library.isa, "usable": available()}
-
-
-def problem() -> str | None:
-    """Why no kernel can be used on this machine, or None."""
-    library = _loaded()
-    return library if isinstance(library, str) else None
+    kernel = _loaded()
+    return {} if isinstance(kernel, str) else {"instruction set": kernel.isa, "usable": usable()}
 
 
 # Calling
@@ -127,23 +118,24 @@ def _tensor(t: Tensor | None) -> tuple[int, ...]:
     return _ABSENT if t is None else (t.data_ptr(), _DTYPES[t.dtype], *t.stride())
 
 
-def _dense(t: Tensor | None) -> Tensor | None:
+def _dense(t: Tensor) -> Tensor:
     """The tensor with its values in memory: torch may keep a sign, or zeros, as a mark only."""
-    if t is None or not (t.is_neg() or t._is_zerotensor()):
-        return t
-    return t.resolve_neg().clone()
+    return t.resolve_neg().clone() if t.is_neg() or t._is_zerotensor() else t
 
 
 def _rows(t: Tensor | None) -> Tensor | None:
-    """A state whose rows are contiguous; nearly always the state itself."""
-    return t if t is None or t.stride(-1) == 1 else t.contiguous()
+    """A state with values in memory and contiguous rows; nearly always the state itself."""
+    if t is None:
+        return None
+    t = _dense(t)
+    return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def _in_memory(x: Inputs) -> Inputs:
     """The inputs as the kernel reads them."""
+    decay = None if x.decay is None else _dense(x.decay)
     cu_seqlens = None if x.cu_seqlens is None else x.cu_seqlens.contiguous()
-    q, k, v, decay, state = map(_dense, (x.q, x.k, x.v, x.decay, x.state))
-    return Inputs(q, k, v, decay, x.key_mask, cu_seqlens, _rows(state))
+    return Inputs(_dense(x.q), _dense(x.k), _dense(x.v), decay, x.key_mask, cu_seqlens, _rows(x.state))
 
 
 def _angles(x: Inputs, call: Call) -> Tensor | None:
@@ -154,7 +146,9 @@ def _angles(x: Inputs, call: Call) -> Tensor | None:
 def _packed(x: Inputs, y: Outputs, call: Call, angles: Tensor | None) -> bytes:
     """struct cosformer_call. It holds addresses: the tensors must outlive it."""
     (B, H, L, D), (_, Hk, S, E) = x.q.shape, x.v.shape
-    sequences, mask, rates = (0, 0), (0, 0, 0), (0, 0, 0, 0, 0)
+    sequences: tuple[int, ...] = (0, 0)
+    mask: tuple[int, ...] = (0, 0, 0)
+    rates: tuple[int, ...] = (0, 0, 0, 0, 0)
     if x.cu_seqlens is not None:
         sequences = (len(x.cu_seqlens) - 1, x.cu_seqlens.data_ptr())
     if x.key_mask is not None:
@@ -165,9 +159,10 @@ def _packed(x: Inputs, y: Outputs, call: Call, angles: Tensor | None) -> bytes:
         rates = (x.decay.data_ptr(), per_position, *strides)
     return _CALL.pack(
         B, H, Hk, L, S, D, E, call.causal, call.relu, call.signed, call.q_offset, call.position,
-        torch.get_num_threads(), call.eps, 0 if angles is None else angles.data_ptr(), *sequences, *mask, *rates,
+        torch.get_num_threads(), call.eps,
+        0 if angles is None else angles.data_ptr(), *sequences, *mask, *rates,
         *_tensor(x.q), *_tensor(x.k), *_tensor(x.v), *_tensor(y.out), y.norm.data_ptr(),
-        *_tensor(x.state), *_tensor(y.after if call.returns_state(x) else None),
+        *_tensor(x.state), *_tensor(y.after),
     )  # fmt: skip
 
 
@@ -177,19 +172,20 @@ def _check(failed: int) -> None:
 
 
 def forward(x: Inputs, call: Call) -> Outputs:
-    y, x = Outputs.empty(x, call), _in_memory(x)
-    half = y.out if call.two_sided(x) and y.out.dtype != torch.float32 else None
-    if half is not None:  # the second sweep adds to what the first wrote
-        y = y._replace(out=torch.empty_like(half, dtype=torch.float32))
-    angles = _angles(x, call)
-    _check(_kernel().forward(_packed(x, y, call, angles)))
-    return y if half is None else y._replace(out=half.copy_(y.out))
+    y, x, angles = Outputs.empty(x, call), _in_memory(x), _angles(x, call)
+    if not call.two_sided(x) or y.out.dtype == torch.float32:
+        _check(_kernel().forward(_packed(x, y, call, angles)))
+        return y
+    added_to = y._replace(out=torch.empty_like(y.out, dtype=torch.float32))  # by the second sweep
+    _check(_kernel().forward(_packed(x, added_to, call, angles)))
+    y.out.copy_(added_to.out)
+    return y
 
 
 def backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> Grads:
-    x = _in_memory(x)
-    dout, dafter, out = map(_dense, (upstream.dout, upstream.dafter, y.out))
-    y = Outputs(out, y.norm.contiguous(), y.after)  # folded by vmap the normaliser may be an expanded view
+    x, angles = _in_memory(x), _angles(x, call)
+    y = Outputs(_dense(y.out), y.norm.contiguous(), y.after)  # vmap may expand the normaliser
+    dout, dafter = _dense(upstream.dout), _rows(upstream.dafter)
     (B, H, L, _), (_, Hk, S, _) = x.q.shape, x.v.shape
     two_sided, grouped = call.two_sided(x), Hk != H
 
@@ -201,22 +197,20 @@ def backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> Grads:
     if call.causal and S > call.q_offset + L:  # keys that no query sees
         dk[:, :, call.q_offset + L :] = 0
         dv[:, :, call.q_offset + L :] = 0
-    dafter = _rows(dafter)
-    dstate = None if x.state is None else torch.empty(x.state.shape, dtype=torch.float32)
-    ddecay, rates = None, (0, 0)
+    dstate = None if x.state is None else x.state.new_empty(x.state.shape)
+    ddecay, sums = None, (0, 0)
     if x.decay is not None:
-        dA = torch.zeros((B, H, max(call.q_offset + L, S)), dtype=torch.float64)
-        per_head = 1 if x.cu_seqlens is None else len(x.cu_seqlens) - 1
-        ddecay = torch.zeros((B, H, S if x.decay.ndim == 3 else per_head), dtype=torch.float64)
-        rates = (dA.data_ptr(), ddecay.data_ptr())
+        zeros, per_head = x.decay.new_zeros, 1 if x.cu_seqlens is None else len(x.cu_seqlens) - 1
+        dA = zeros((B, H, max(call.q_offset + L, S)), dtype=torch.float64)
+        ddecay = zeros((B, H, S if x.decay.ndim == 3 else per_head), dtype=torch.float64)
+        sums = (dA.data_ptr(), ddecay.data_ptr())
     tensors = (dout, dq, dk, dv, dafter, dstate)
-    grads = _GRADS.pack(*(number for t in tensors for number in _tensor(t)), *rates)
-    angles = _angles(x, call)
+    grads = _GRADS.pack(*(number for t in tensors for number in _tensor(t)), *sums)
     _check(_kernel().backward(_packed(x, y, call, angles), grads))
 
     if grouped:
         dk, dv = (g.transpose(1, 2).unflatten(2, (Hk, H // Hk)).sum(3).transpose(1, 2) for g in (dk, dv))
-    if ddecay is not None:
+    if x.decay is not None and ddecay is not None:
         ddecay = (ddecay if x.decay.ndim == 3 else ddecay.sum((0, 2))).to(x.decay.dtype)
     return Grads(dq.to(x.q.dtype), dk.to(x.k.dtype), dv.to(x.v.dtype), ddecay, dstate)
 

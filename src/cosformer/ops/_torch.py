@@ -1,29 +1,37 @@
-"""The torch backend: linear attention in plain torch, span by span, whose backward recomputes instead of storing.
+"""The torch backend: the operator in plain torch, span by span; its backward recomputes instead of storing.
 
     out_i = n_i / max(z_i, eps)      [n_i, z_i] = sum_j s_ij [v_j, 1]
-    s_ij  = f(q_i) . f(k_j) * cos(theta (p_i - p_j)) * exp(-|A_i - A_j|)     f = relu or identity, theta = pi/2 / M
+    s_ij  = f(q_i) . f(k_j) * cos(theta (p_i - p_j)) * exp(-|A_i - A_j|)
+    f     = relu or identity      theta = pi/2 / horizon      A = the running sum of the rates
 
-cos(a - b) = cos a cos b + sin a sin b, so with phi(x) = [f(x) cos a, f(x) sin a] keys enter through a state alone:
+cos(a - b) = cos a cos b + sin a sin b, so with phi(x) = [f(x) cos a, f(x) sin a] keys enter through a state:
 
-    state = sum_j phi(k_j) [v_j, 1]^T     (F, E + 1), the last column is the normaliser      [n_i, z_i] = phi(q_i) state
+    state = sum_j phi(k_j) [v_j, 1]^T      (F, E + 1), the last column is the normaliser
+    [n_i, z_i] = phi(q_i) state
 
-The axis of positions is cut into spans in which every position has a query or none has, and a key or none has. A sweep
-carries a state along it. Let g be the running sum of the rates inside a span and G its last value:
+The axis of positions is cut into spans in which every position has a query or none has, and a key or none
+has. A sweep carries a state along it. With g the running sum of the rates inside a span and G its last value,
 
-    rightward   a query reads exp(-g_i) state          state <- exp(-G) state + sum_j exp(-(G - g_j)) phi(k_j) [v_j, 1]^T
-    leftward    a query reads exp(-(G - g_i)) state    state <- exp(-G) state + sum_j exp(-g_j) phi(k_j) [v_j, 1]^T
+    rightward   a query reads exp(-g_i) state
+                state <- exp(-G) state + sum_j exp(-(G - g_j)) phi(k_j) [v_j, 1]^T
+    leftward    a query reads exp(-(G - g_i)) state
+                state <- exp(-G) state + sum_j exp(-g_j) phi(k_j) [v_j, 1]^T
 
-Every exponent is <= 0, so nothing overflows at any rate or length. Pairs inside a span of queries and keys take the
-quadratic form (D features, the cosine as a table). Only a bidirectional call with decay needs both sweeps; without decay it
-does not matter where a key stands, so there all keys come first, then all queries, and no span has both.
+Every exponent is <= 0, so nothing overflows at any rate or length. Pairs inside a span of queries and keys
+take the quadratic form (D features, the cosine as a table). Only a bidirectional call with decay needs both
+sweeps; without decay it does not matter where a key stands, so all keys come first, then all queries, and no
+span has both.
 
-Backward. With m_i = [dout_i / z_i, -(out_i . dout_i) / z_i] (the gradient of [n_i, z_i]) and ds_ij = m_i . [v_j, 1],
+Backward. With m_i = [dout_i / z_i, -(out_i . dout_i) / z_i], the gradient of [n_i, z_i], ds_ij is m_i . [v_j, 1]
+and
 
-    dphi(q_i) = state m_i      dphi(k_j) = mirror [v_j, 1]      dv_j = mirror^T phi(k_j)      mirror = sum_i phi(q_i) m_i^T
+    dphi(q_i) = state m_i      dphi(k_j) = mirror [v_j, 1]      dv_j = mirror^T phi(k_j)
+    mirror    = sum_i phi(q_i) m_i^T
 
-so the mirror is the same kind of state, built from queries and read by keys, and it travels the other way. A decay
-weight's exponent is -|A_i - A_j|, so dA gathers P_ij = s_ij ds_ij with the sign of (j - i): inside a span from the explicit
-matrix, between spans as q_i . dq_i and k_j . dk_j; the diagonal never enters, which keeps strong decay accurate.
+so the mirror is the same kind of state, built from queries and read by keys, and it travels the other way. A
+decay weight's exponent is -|A_i - A_j|, so dA gathers P_ij = s_ij ds_ij with the sign of (j - i): inside a
+span from the explicit matrix, between spans as q_i . dq_i and k_j . dk_j; the diagonal never enters, so
+strong decay stays exact.
 """
 
 from collections.abc import Iterator
@@ -65,7 +73,7 @@ def forward(x: Inputs, call: Call) -> Outputs:
             y.out[:, :, c.rows(s)] = n[..., :-1] / _clamp(n[..., -1:], call)
             y.norm[:, :, c.rows(s)] = n[..., -1]
         left = c.past(left, s, keys)
-    if call.returns_state(x):
+    if y.after is not None:
         y.after.copy_(left)
     return y
 
@@ -78,7 +86,7 @@ def backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> Grads:
     # Rightward: queries read the keys before them; two-sided, keys also read the queries before them.
     left, mirror = c.zero_state() if x.state is None else x.state, c.zero_state()
     spans = c.spans
-    if not c.windowed and y.after.numel():  # the forward's total state
+    if not c.windowed and y.after is not None:  # the forward's total state
         left, spans = y.after, [s for s in spans if s.queries]
     for s in spans:
         if s.queries:
@@ -150,7 +158,7 @@ class _Spans:
             yield from (_Span(a, b, queries, keys) for a, b in _cut(lo, hi, step))
 
     def _make_tables(self, call: Call) -> None:
-        """Cosine and sine of every position, (1 or H, length, 1), and of the lags in a span, (1 or H, CHUNK, CHUNK).
+        """Cosine and sine at every position, (1 or H, length, 1), and of the lags in a span, (1 or H, n, n).
 
         Made once a call, on its device; the angles in float64, since positions can be large.
         """
@@ -205,14 +213,14 @@ class _Spans:
         return d[..., : self.D] * cos + d[..., self.D :] * sin
 
     def sums(self, s: _Span) -> Tensor:
-        """The running sum g of the rates inside a span, (B or 1, H, n), in float64: strong and weak rates may mix."""
+        """The running sum g of the rates inside a span, (B or 1, H, n), in float64: strong and weak may mix."""
         assert self.decay is not None
         if self.decay.ndim == 3:
             return self.decay[:, :, s.lo : s.hi].to(self.exact).cumsum(-1)
         return self.decay.to(self.exact)[None, :, None] * torch.arange(1, s.hi - s.lo + 1, device=self.device)
 
     def faded(self, t: Tensor, s: _Span, *, leftward: bool = False) -> Tensor:
-        """t (.., n, any) as far as decay leaves it at the end where a state enters the span: exp(-g), or exp(-(G - g))."""
+        """t (.., n, any) times what decay leaves of a state that entered the span."""
         if self.decay is None:
             return t
         g = self.sums(s)
@@ -310,7 +318,7 @@ class _Gradients(_Spans):
             self.dA_key[:, :, s.lo : s.hi] += dA
 
     def rate_gradient(self) -> Tensor | None:
-        """From dA to the rates, in float64: A_i is the sum of the rates up to i, or the rate times the position."""
+        """From dA to the rates: A_i is the sum of the rates up to i, or the rate times the position."""
         if self.decay is None:
             return None
         if self.decay.ndim == 3:

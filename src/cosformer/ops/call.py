@@ -1,4 +1,4 @@
-"""The contract between the operator and its backends: what a call holds, what follows from it, what a backend declares.
+"""The contract of operator and backends: what a call holds, what follows from it, what a backend declares.
 
 B, H, Hk   batch, query heads, key/value heads      L, S   query and key length      D, E   key and value size
 F          features of the state: 2D with a cosine, D without
@@ -43,10 +43,10 @@ class Call(NamedTuple):
 
     @property
     def cosine(self) -> bool:
-        return any(h != math.inf for h in self.horizons)
+        return min(self.horizons) < math.inf
 
     def two_sided(self, x: Inputs) -> bool:
-        """With decay a key weighs by its distance on either side, so two sweeps meet and no one state holds all keys."""
+        """With decay and no order two sweeps meet, and no one state holds all keys."""
         return x.decay is not None and not self.causal
 
     def returns_state(self, x: Inputs) -> bool:
@@ -63,15 +63,18 @@ class Outputs(NamedTuple):
 
     out: Tensor  # (B, H, L, E) in q's dtype, laid out as `projected`
     norm: Tensor  # (B, H, L), in the dtype of sums: the normaliser before its clamp
-    after: Tensor  # (B, H, F, E + 1), in the dtype of sums: the state after the last key; or empty (0,)
+    after: Tensor | None  # (B, H, F, E + 1), in the dtype of sums: the state after the last key
 
     @classmethod
     def empty(cls, x: Inputs, call: Call) -> "Outputs":
         """Unfilled, with the shapes, dtypes and strides that every backend must return."""
-        q, sums = x.q, sum_dtype(x.q.dtype)
-        shape = call.state_shape(q, x.v) if call.returns_state(x) else (0,)
-        out = projected(q, q.shape[1], q.shape[2], x.v.shape[3])
-        return cls(out, q.new_empty(q.shape[:3], dtype=sums), q.new_empty(shape, dtype=sums))
+        B, H, L, _ = x.q.shape
+        sums = sum_dtype(x.q.dtype)
+        out = projected(x.q, H, L, x.v.shape[3])
+        norm = x.q.new_empty_strided((B, H, L), (H * L, L, 1), dtype=sums)
+        if not call.returns_state(x):
+            return cls(out, norm, None)
+        return cls(out, norm, x.q.new_empty(call.state_shape(x.q, x.v), dtype=sums))
 
 
 class Upstream(NamedTuple):
@@ -89,6 +92,13 @@ class Grads(NamedTuple):
     v: Tensor
     decay: Tensor | None
     state: Tensor | None
+
+    @classmethod
+    def empty(cls, x: Inputs) -> "Grads":
+        """Unfilled, with the shapes, dtypes and strides that every backend must return."""
+        q, k, v = (projected(t, t.shape[1], t.shape[2], t.shape[3]) for t in (x.q, x.k, x.v))
+        decay, state = (None if t is None else t.new_empty(t.shape) for t in (x.decay, x.state))
+        return cls(q, k, v, decay, state)
 
 
 @dataclass(frozen=True)
@@ -135,7 +145,7 @@ def exact_dtype(device: torch.device) -> torch.dtype:
 
 
 def projected(like: Tensor, heads: int, length: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty (B, heads, length, size) laid out as (B, length, heads, size), as the projections around attention are."""
+    """An empty (B, heads, length, size) laid out as (B, length, heads, size), as projections are."""
     shape = (like.shape[0], heads, length, size)
     strides = (length * heads * size, size, heads * size, 1)
     return like.new_empty_strided(shape, strides, dtype=dtype or like.dtype)

@@ -1,7 +1,7 @@
 """What the operators accept: each check names the argument, what was given and what is accepted.
 
-Checks of values (rates, boundaries) are made where the values can be read at once; on another device they would make the
-host wait for it, so there they are left out.
+Checks of values (are rates finite, do boundaries rise) are made where the values can be read at once. On
+another device they would make the host wait for it, so there they are left out.
 """
 
 import math
@@ -74,7 +74,7 @@ def check_offset(q_offset: int) -> None:
 
 
 def boundaries(cu_seqlens: Tensor, q: Tensor, k: Tensor, q_offset: int) -> Tensor:
-    """The boundaries of packed sequences on the CPU: the one transfer that waits for a device, made once for a call."""
+    """The boundaries of packed sequences, on the CPU: the one transfer that waits for a device."""
     kinds = (torch.int32, torch.int64)
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype not in kinds or cu_seqlens.ndim != 1:
         raise TypeError(
@@ -115,8 +115,8 @@ def horizon_list(horizon: Horizon, heads: int) -> list[float]:
 def check_reach(horizons: Sequence[float], back: int, ahead: int = 0, *, remedy: str = "pass") -> None:
     """Beyond the horizon the cosine is negative and the normaliser meaningless, so such a call has no answer.
 
-    A key exactly at the horizon weighs nothing. Behind the query that is harmless; ahead of it, where positions themselves can
-    pass the horizon, float32 cannot tell that nothing from less than nothing.
+    A key exactly at the horizon weighs nothing. Behind the query that is harmless; ahead of it, where
+    positions themselves can pass the horizon, float32 cannot tell that nothing from less than nothing.
     """
     for value in horizons:
         if back > value or ahead >= value:
@@ -164,11 +164,12 @@ def rates_of(decay: Rates, q: Tensor, k: Tensor, *, self_attention: bool) -> Ten
         )
     if decay.device != q.device:
         raise ValueError(f"decay must be on q's device {q.device}; got {decay.device}")
-    return decay.to(sum_dtype(q.dtype))
+    sums = sum_dtype(q.dtype)
+    return decay if decay.dtype == sums else decay.to(sums)
 
 
 def check_state(tensor: Tensor, made: Sequence[float] | None, q: Tensor, v: Tensor, call: Call) -> None:
-    """`made` is the horizon whose cosine the state's sums hold; under another they mean nothing. None: not known."""
+    """`made` is the horizon in the state's sums, which mean nothing under another; None if not known."""
     if made is not None and made != call.horizons:
         heads = max(len(made), len(call.horizons))  # one for all is the same as one per head
         if list(made) * (heads // len(made)) != list(call.horizons) * (heads // len(call.horizons)):

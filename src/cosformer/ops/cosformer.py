@@ -3,8 +3,6 @@
 out_i = sum_j s_ij v_j / sum_j s_ij        s_ij = relu(q_i) . relu(k_j) * cos(pi/2 * (i - j) / M)
 """
 
-from typing import Any
-
 from torch import Tensor
 
 from .checks import Horizon, Rates
@@ -25,18 +23,19 @@ def cosformer_attention(
     eps: float = 1e-6,
     backend: str | None = None,
 ) -> Tensor:
-    """cosFormer attention of q (B, H, L, D) over k (B, Hk, S, D) and v (B, Hk, S, E); returns (B, H, L, E) in q's dtype.
+    """cosFormer attention: q (B, H, L, D), k (B, Hk, S, D), v (B, Hk, S, E) -> (B, H, L, E) in q's dtype.
 
-    H must be a multiple of Hk (grouped heads). Query i stands at position `q_offset + i`, key j at position j.
+    H must be a multiple of Hk (grouped heads). Query i stands at position `q_offset + i`, key j at j.
 
-    horizon     the distance at which a key stops mattering: a number, or one per head. `None` means max(L, S), so the result then
-                depends on the length of the call; give a number wherever prefixes, chunks or padded batches must agree.
-                `math.inf` drops the cosine.
+    horizon     the distance at which a key stops mattering: a number, or one per head. `None` means
+                max(L, S), so the result then depends on the length of the call; give a number wherever
+                prefixes, chunks or padded batches must agree. `math.inf` drops the cosine.
     causal      a query sees the keys at its own position and before.
     key_mask    (B, S) bool, True = keep.
     cu_seqlens  boundaries (0, n1, n1 + n2, ...) of sequences packed into one batch row; none sees another.
-    decay       rates >= 0: a number, one per head (H,), or a tensor (B, H, S) of one per head and position in self-attention.
-                Weights are multiplied by exp(-|A_i - A_j|), A the running sum of the rates (rate * position for a constant).
+    decay       rates >= 0: a number, one per head (H,), or in self-attention a tensor (B, H, S) of one per
+                head and position. Weights are multiplied by exp(-|A_i - A_j|), A the running sum of the
+                rates (rate * position for a constant).
     eps         the smallest normaliser; a query with nothing to attend to gives zeros.
     backend     None for the best that supports the call, or a name, which runs or raises with the reason.
 
@@ -78,18 +77,28 @@ def cosformer_stream(
     eps: float = 1e-6,
     backend: str | None = None,
 ) -> tuple[Tensor, State]:
-    """Causal cosFormer attention over the next tokens of a stream: returns their output and the state after them.
+    """Causal cosFormer attention over the next tokens of a stream: their output, and the state after them.
 
-    Start with `state=None`, then pass the state returned last, one token or many at a time; however the stream is cut, the
-    output is that of `cosformer_attention(..., causal=True)` over the whole. `horizon` must be given, since the length is not
-    known, and bounds the stream unless it is `math.inf`.
+    Start with `state=None`, then pass the state returned last, one token or many at a time; however the
+    stream is cut, the output is that of `cosformer_attention(..., causal=True)` over the whole. `horizon`
+    must be given, since the length is not known, and bounds the stream unless it is `math.inf`.
     """
     if horizon is None:
         raise ValueError(
             "horizon=None has no meaning for a stream, whose length is not known; pass a number, or math.inf"
         )
-    options = {"key_mask": key_mask, "decay": decay, "eps": eps, "backend": backend}
-    return linear_stream(q, k, v, state, horizon=horizon, relu=True, **options)
+    return linear_stream(
+        q,
+        k,
+        v,
+        state,
+        horizon=horizon,
+        relu=True,
+        key_mask=key_mask,
+        decay=decay,
+        eps=eps,
+        backend=backend,
+    )
 
 
 def _longest(q: Tensor, k: Tensor) -> int:

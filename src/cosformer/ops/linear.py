@@ -1,15 +1,13 @@
-"""linear_attention: the core that all kernel mixers share, over whole sequences, streams and cross attention's memory.
+"""linear_attention: the core that kernel mixers share, over sequences, streams and cross attention's memory.
 
-    out_i = sum_j s_ij v_j / max(sum_j s_ij, eps)     s_ij = f(q_i) . f(k_j) * cos(pi/2 (p_i - p_j) / M) * exp(-|A_i - A_j|)
+    out_i = sum_j s_ij v_j / max(sum_j s_ij, eps)
+    s_ij  = f(q_i) . f(k_j) * cos(pi/2 (p_i - p_j) / M) * exp(-|A_i - A_j|)
 
-f is the identity (q and k are features already) or ReLU, fused into the backends. An infinite horizon M drops the cosine.
-cosFormer is f = ReLU with a finite horizon (cosformer.py). The algorithm is derived in _torch.py.
-
-    B, H, Hk   batch, query heads, key/value heads      L, S   query and key length      D, E   key and value size
+f is the identity (q and k are features already) or ReLU, fused into the backends. An infinite horizon M drops
+the cosine. cosFormer is f = ReLU with a finite horizon (cosformer.py). The algorithm is derived in _torch.py.
 """
 
 import math
-from typing import Any
 
 from torch import Tensor
 
@@ -47,16 +45,24 @@ def linear_attention(
     eps: float = 1e-6,
     backend: str | None = None,
 ) -> Tensor:
-    """Normalised linear attention over features q (B, H, L, D), k (B, Hk, S, D) and values v (B, Hk, S, E) -> (B, H, L, E).
+    """Normalised linear attention over features q, k and values v, shaped as in `cosformer_attention`.
 
-    The arguments are those of `cosformer_attention`, and two of the mechanism's: `relu` applies ReLU to q and k first; `signed`
-    is for features that can be negative, where the normaliser keeps its sign and only its size is held above eps.
+    The arguments are those of `cosformer_attention`, and two of the mechanism's: `relu` applies ReLU to q and
+    k first; `signed` is for features that can be negative, where the normaliser keeps its sign and only its
+    size is held above eps.
     """
     q, k, v = _checked(q, k, v, key_mask)
     check_offset(q_offset)
-    call = _call(
-        horizon, q, causal=causal, q_offset=q_offset, relu=relu, signed=signed, eps=eps, backend=backend
+    call = Call(
+        tuple(horizon_list(horizon, q.shape[1])),
+        causal=causal,
+        q_offset=q_offset,
+        relu=relu,
+        signed=signed,
+        eps=eps,
+        backend=backend,
     )
+    _check_options(call)
     L, S = q.shape[2], k.shape[2]
     if cu_seqlens is not None:
         cu_seqlens = boundaries(cu_seqlens, q, k, q_offset)
@@ -80,7 +86,7 @@ def linear_stream(
     eps: float = 1e-6,
     backend: str | None = None,
 ) -> tuple[Tensor, State]:
-    """Causal `linear_attention` over the next tokens of a stream; returns their output and the state after them."""
+    """Causal `linear_attention` over the next tokens of a stream: their output, and the state after them."""
     q, k, v = _checked(q, k, v, key_mask)
     L, S = q.shape[2], k.shape[2]
     if L != S:
@@ -88,8 +94,17 @@ def linear_stream(
     if state is not None and not isinstance(state, State):
         raise TypeError(f"state must be a State, as the stream returned it, or None; got {shown(state)}")
     position, tensor = (0, None) if state is None else (state.position, state.tensor)
-    stream = {"causal": True, "position": position, "keep_state": True}
-    call = _call(horizon, q, relu=relu, signed=signed, eps=eps, backend=backend, **stream)
+    call = Call(
+        tuple(horizon_list(horizon, q.shape[1])),
+        causal=True,
+        position=position,
+        relu=relu,
+        signed=signed,
+        eps=eps,
+        keep_state=True,
+        backend=backend,
+    )
+    _check_options(call)
     if state is not None:
         check_state(state.tensor, state.horizons, q, v, call)
     if L > 0:
@@ -109,11 +124,14 @@ def linear_state(
     key_mask: Tensor | None = None,
     backend: str | None = None,
 ) -> State:
-    """The state of all keys, for `linear_read`: cross attention's memory, built once and read at constant cost."""
+    """The state of all keys, for `linear_read`: cross attention's memory, read at constant cost."""
     nobody = k[:, :1, :0].expand(-1, heads, -1, -1)  # no query asks yet
     q, k, v = _checked(nobody, k, v, key_mask)
-    call = _call(horizon, q, relu=relu, backend=backend, keep_state=True)
-    return State(attend(Inputs(q, k, v, key_mask=key_mask), call).after, k.shape[2], call.horizons)
+    call = Call(tuple(horizon_list(horizon, heads)), relu=relu, keep_state=True, backend=backend)
+    _check_options(call)
+    after = attend(Inputs(q, k, v, key_mask=key_mask), call).after
+    assert after is not None, "a state was asked for"
+    return State(after, k.shape[2], call.horizons)
 
 
 def linear_read(
@@ -127,10 +145,12 @@ def linear_read(
     eps: float = 1e-6,
     backend: str | None = None,
 ) -> Tensor:
-    """What queries at positions q_offset, q_offset + 1, ... read from a state: bidirectional attention over the keys in it."""
+    """What queries at q_offset, q_offset + 1, ... read from a state: attention over all keys in it."""
     B, H, _, columns = state.tensor.shape
     q, k, v = _checked(q, q.new_empty(B, H, 0, q.shape[-1]), q.new_empty(B, H, 0, columns - 1), None)
-    call = _call(horizon, q, position=q_offset, relu=relu, signed=signed, eps=eps, backend=backend)
+    horizons = tuple(horizon_list(horizon, H))
+    call = Call(horizons, position=q_offset, relu=relu, signed=signed, eps=eps, backend=backend)
+    _check_options(call)
     check_state(state.tensor, state.horizons, q, v, call)
     if q.shape[2] and state.position:
         check_reach(call.horizons, q_offset + q.shape[2] - 1, state.position - 1 - q_offset)
@@ -143,8 +163,6 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[
     return q, k, v
 
 
-def _call(horizon: Horizon, q: Tensor, *, eps: float = 1e-6, backend: str | None, **options: Any) -> Call:
-    horizons = horizon_list(horizon, q.shape[1])
-    check_backend(backend)
-    check_eps(eps)
-    return Call(tuple(horizons), eps=eps, backend=backend, **options)
+def _check_options(call: Call) -> None:
+    check_backend(call.backend)
+    check_eps(call.eps)

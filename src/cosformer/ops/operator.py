@@ -1,4 +1,4 @@
-"""The operator torch sees: choice of backend, one forward and one backward, autograd, vmap, and what tracing needs."""
+"""The operator torch sees: choice of backend, one forward and one backward, autograd, vmap, tracing."""
 
 import importlib
 from collections.abc import Callable, Iterable
@@ -12,7 +12,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from .call import DTYPES, Backend, Call, Grads, Inputs, Outputs, Upstream, projected
+from .call import DTYPES, Backend, Call, Grads, Inputs, Outputs, Upstream
 from .checks import check_values
 
 BACKENDS = ("native", "torch")  # best first
@@ -28,8 +28,8 @@ def check_backend(name: str | None) -> None:
 
 
 @cache
-def backend(name: str) -> Backend:
-    """What the module of that name declares."""
+def declared(name: str) -> Backend:
+    """What the backend's module declares."""
     return importlib.import_module(f"cosformer.ops._{name}").BACKEND
 
 
@@ -39,24 +39,24 @@ def backend_problem(name: str, device: str = "cpu") -> str | None:
         torch.empty(0, device=device)
     except (AssertionError, RuntimeError) as error:  # torch's ways to say that there is no such device
         return str(error).partition("\n")[0]
-    return backend(name).refusal_on(torch.device(device).type)
+    return declared(name).refusal_on(torch.device(device).type)
 
 
 def choose(name: str | None, q: Tensor, v: Tensor) -> Backend:
     """The named backend, or the best that can run a call on such tensors."""
-    if name is None:
-        return next(b for b in map(backend, BACKENDS) if b.refusal(q, v) is None)
-    if reason := backend(name).refusal(q, v):
-        raise ValueError(f"backend {name!r} cannot run this call: {reason}")
-    return backend(name)
+    for candidate in map(declared, BACKENDS if name is None else (name,)):
+        reason = candidate.refusal(q, v)
+        if reason is None:
+            return candidate
+    raise ValueError(f"backend {name or BACKENDS[-1]!r} cannot run this call: {reason}")
 
 
-# Autocast: q, k and v enter in its dtype, as in scaled_dot_product_attention; the backends choose their own dtypes, and sum in
-# float32 whatever it says.
+# Autocast: q, k and v enter in its dtype, as in scaled_dot_product_attention; the backends choose their own
+# dtypes, and sum in float32 whatever it says.
 
 
 def autocasting(x: object) -> bool:
-    if not isinstance(x, Tensor):
+    if not torch._C._is_any_autocast_enabled() or not isinstance(x, Tensor):
         return False
     device = x.device.type
     return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
@@ -73,9 +73,10 @@ def _full_precision(q: Tensor) -> AbstractContextManager:
     return torch.autocast(q.device.type, enabled=False) if autocasting(q) else nullcontext()
 
 
-# One forward and one backward, reached three ways: called plainly where nothing watches (a decode step is shorter than the
-# dispatcher), as an autograd.Function in eager mode, and as opaque operators where torch traces (compile, export, meta, fake).
-# The last two take plain arguments, so a call is flattened on the way in and put together again.
+# One forward and one backward, reached three ways: called plainly where nothing watches (a decode step is
+# shorter than the dispatcher), as an autograd.Function in eager mode, and as opaque operators where torch
+# traces (compile, export, meta, fake). The last two know only plain arguments and tensors, so for them a call
+# is flattened and an absent result is an empty tensor; on the other side both are put together again.
 
 
 def _forward(x: Inputs, call: Call) -> Outputs:
@@ -88,8 +89,7 @@ def _forward(x: Inputs, call: Call) -> Outputs:
 def _backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> Grads:
     run = choose(call.backend, x.q, x.v).backward
     with _full_precision(x.q):
-        grads = run(upstream, x, y, call)
-    return Grads._make(y.norm.new_empty(0) if g is None else g for g in grads)  # an operator returns tensors
+        return run(upstream, x, y, call)
 
 
 FORWARD, BACKWARD = (Inputs, Call), (Upstream, Inputs, Outputs, Call)
@@ -105,66 +105,70 @@ _SCHEMA = {
 }
 
 
-def _schema(kinds) -> str:
-    """The plain arguments of these tuples, as torch.library writes them."""
-    return ", ".join(f"{_SCHEMA[t]} {name}" for kind in kinds for name, t in kind.__annotations__.items())
+def _operator(name: str, run: Callable, kinds, results: type[Outputs] | type[Grads]):
+    """An opaque operator whose arguments are the fields of these tuples."""
+    fields = (field for kind in kinds for field in kind.__annotations__.items())
+    arguments = ", ".join(f"{_SCHEMA[type_]} {field}" for field, type_ in fields)
+    returned = ", ".join("Tensor" for _ in results._fields)
+    schema = f"({arguments}) -> ({returned})"
+    return torch.library.custom_op(f"cosformer::{name}", run, mutates_args=(), schema=schema)
 
 
-def _gathered(args, kinds) -> list:
+def _gathered(args, *kinds) -> list:
     """The tuples that were flattened into these arguments."""
-    rest = iter(args)
-    tuples = [kind._make(islice(rest, len(kind._fields))) for kind in kinds]
-    if kinds[-1] is Call:  # torch made a list of them
-        tuples[-1] = tuples[-1]._replace(horizons=tuple(tuples[-1].horizons))
+    rest, tuples = iter(args), []
+    for kind in kinds:
+        it = kind._make(islice(rest, len(kind._fields)))
+        if kind is Call:
+            it = it._replace(horizons=tuple(it.horizons))  # torch made a list of them
+        elif kind is Outputs and it.after is not None and it.after.ndim < 4:
+            it = it._replace(after=None)
+        tuples.append(it)
     return tuples
 
 
+def _tensors(results: Outputs | Grads, like: Tensor) -> tuple[Tensor, ...]:
+    return tuple(like.new_empty(0) if t is None else t for t in results)
+
+
 def _flat_forward(*args) -> tuple[Tensor, ...]:
-    return tuple(_forward(*_gathered(args, FORWARD)))
+    y = _forward(*_gathered(args, *FORWARD))
+    return _tensors(y, y.norm)
 
 
 def _flat_backward(*args) -> tuple[Tensor, ...]:
-    return tuple(_backward(*_gathered(args, BACKWARD)))
+    upstream, x, y, call = _gathered(args, *BACKWARD)
+    return _tensors(_backward(upstream, x, y, call), y.norm)
 
 
-forward_op = torch.library.custom_op(
-    "cosformer::linear_attention",
-    _flat_forward,
-    mutates_args=(),
-    schema=f"({_schema(FORWARD)}) -> (Tensor, Tensor, Tensor)",
-)
-backward_op = torch.library.custom_op(
-    "cosformer::linear_attention_backward",
-    _flat_backward,
-    mutates_args=(),
-    schema=f"({_schema(BACKWARD)}) -> (Tensor, Tensor, Tensor, Tensor, Tensor)",
-)
+forward_op = _operator("linear_attention", _flat_forward, FORWARD, Outputs)
+backward_op = _operator("linear_attention_backward", _flat_backward, BACKWARD, Grads)
 
 
 @forward_op.register_fake
 def _(*args):
-    return tuple(Outputs.empty(*_gathered(args, FORWARD)))
+    y = Outputs.empty(*_gathered(args, *FORWARD))
+    return _tensors(y, y.norm)
 
 
 @backward_op.register_fake
 def _(*args):
-    _, x, y, _ = _gathered(args, BACKWARD)
-    grads = (projected(t, t.shape[1], t.shape[2], t.shape[3]) for t in (x.q, x.k, x.v))
-    return *grads, *(y.norm.new_empty(0 if t is None else t.shape) for t in (x.decay, x.state))
+    _, x, y, _ = _gathered(args, *BACKWARD)
+    return _tensors(Grads.empty(x), y.norm)
 
 
 def _save(ctx, inputs, output):
-    x, ctx.call = _gathered(inputs, FORWARD)
+    x, ctx.call = _gathered(inputs, *FORWARD)
     ctx.save_for_backward(*x, *output)
     ctx.mark_non_differentiable(output[1])  # the normaliser
     ctx.set_materialize_grads(False)
 
 
 def _differentiate(ctx, dout, dnorm, dafter):
-    x, y = _gathered(ctx.saved_tensors, (Inputs, Outputs))
+    x, y = _gathered(ctx.saved_tensors, Inputs, Outputs)
     if dout is None:  # only the state was used further on
         dout = torch.zeros_like(y.out)
-    # a state that was not wanted is the backward's own, or a placeholder
+    # a state that was not wanted is the backward's own, or empty
     upstream = Upstream(dout, dafter if ctx.call.keep_state else None)
     grads = attend_backward(upstream, x, y, ctx.call)
     decay, state = None if x.decay is None else grads.decay, None if x.state is None else grads.state
@@ -187,29 +191,28 @@ def _no_forward_mode(ctx, *tangents):
 
 
 def _vmap(run, kinds, info, in_dims, *args):
-    *tensors, call = _gathered(args, kinds)
-    x, dims, n = tensors[kinds.index(Inputs)], iter(in_dims), info.batch_size
+    *tensors, call = _gathered(args, *kinds)
+    x, n = tensors[kinds.index(Inputs)], info.batch_size
     if x.cu_seqlens is not None:
         raise NotImplementedError("vmap over packed sequences (cu_seqlens): a packed call has one batch row")
     if run is attend_backward and x.decay is not None and x.decay.ndim == 1:
         raise NotImplementedError(
             "vmap over a gradient with one decay rate per head; give one per position (batch, heads, keys)"
         )
+    dims = iter(in_dims)
     folded = (group._make(_fold(t, next(dims), n) for t in group) for group in tensors)
-    results = run(*folded, call)
+    results = _tensors(run(*folded, call), x.q)
     return tuple(_unfold(t, n) for t in results), (0,) * len(results)
 
 
 def _fold(x: Tensor | None, dim: int | None, n: int) -> Tensor | None:
-    """(B, ...) with its mapped dimension -> (n * B, ...). Rates per head and an absent state have no B."""
-    if x is None:
-        return None
-    if x.ndim - (dim is not None) == 1:
-        if dim is not None and x.numel():
-            raise NotImplementedError(
-                "vmap over decay with one rate per head; give one per position (batch, heads, keys)"
-            )
-        return x if dim is None else x.new_empty(0)
+    """(B, ...) with its mapped dimension -> (n * B, ...). Rates per head have no B."""
+    if x is None or (x.ndim == 1 and dim is None):
+        return x
+    if x.ndim == 2 and dim is not None:
+        raise NotImplementedError(
+            "vmap over decay with one rate per head; give one per position (batch, heads, keys)"
+        )
     return (x.expand(n, *x.shape) if dim is None else x.movedim(dim, 0)).flatten(0, 1)
 
 
@@ -246,9 +249,12 @@ backward_op.register_autograd(_no_second_derivative)
 backward_op.register_vmap(_vmap_backward)
 
 
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))  # a subclass, a fake tensor, holds its data elsewhere
+
+
 def attend(x: Inputs, call: Call) -> Outputs:
     run = _watched(x, forward_op, _Attention.apply)
-    return _forward(x, call) if run is None else Outputs._make(run(*x, *call))
+    return _forward(x, call) if run is None else _gathered(run(*x, *call), Outputs)[0]
 
 
 def attend_backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> Grads:
@@ -262,13 +268,9 @@ def _watched(tensors, traced: Callable, differentiated: Callable) -> Callable | 
     """The form of the operator that whoever watches these tensors needs; None where nobody does."""
     given = [x for x in tensors if x is not None]
     tracing = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode()
-    if tracing or any(map(_without_data, given)):
+    if tracing or given[0].is_meta or not _PLAIN.issuperset(map(type, given)):
         return traced
     graph = torch.is_grad_enabled() and any(x.requires_grad for x in given)
     if graph or forward_ad._current_level >= 0 or any(map(is_functorch_wrapped_tensor, given)):
         return differentiated
     return None
-
-
-def _without_data(x: Tensor) -> bool:
-    return x.is_meta or type(x) not in (Tensor, torch.nn.Parameter)

@@ -1,7 +1,8 @@
-"""Packed sequences for a backend that has no kernel for them: those of like length run together as one padded batch.
+"""Packed sequences for a backend without a kernel for them: those of like length run as one padded batch.
 
-Like is within a factor of two, so that work and memory are at most twice the tokens', and a thousand short sequences are a
-few calls, not a thousand. The boundaries are on the CPU; what is made of them moves to the device without waiting for it.
+Like is within a factor of two, so that work and memory are at most twice the tokens', and a thousand short
+sequences are a few calls, not a thousand. The boundaries are on the CPU; what is made of them moves to the
+device without waiting for it.
 """
 
 from collections.abc import Callable, Iterator
@@ -10,20 +11,20 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .call import Call, Grads, Inputs, Outputs, Upstream, projected
+from .call import Call, Grads, Inputs, Outputs, Upstream
 
 
 class _Bucket(NamedTuple):
     """n sequences of like length as the rows of a padded batch."""
 
-    index: Tensor  # (n, longest): each row names one sequence's tokens, padded with its first
+    named: Tensor  # (n, longest): each row names one sequence's tokens, padded with its first
     valid: Tensor  # (n, longest) bool: not padding
-    tokens: Tensor  # (m,): the index where it is valid ...
+    tokens: Tensor  # (m,): those named where it is valid ...
     places: Tensor  # (m,): ... and where that is in the flattened batch
 
     def gather(self, x: Tensor) -> Tensor:
         """(1, H, total, ...) -> (n, H, longest, ...)."""
-        return x[0][:, self.index].transpose(0, 1)
+        return x[0][:, self.named].transpose(0, 1)
 
     def scatter(self, x: Tensor, total: Tensor) -> None:
         """(n, H, longest, ...) -> its tokens' places in (1, H, total, ...)."""
@@ -33,7 +34,7 @@ class _Bucket(NamedTuple):
         q, k, v = map(self.gather, (x.q, x.k, x.v))
         mask, rates = self.valid, x.decay
         if x.key_mask is not None:
-            mask = mask & x.key_mask[0][self.index]
+            mask = mask & x.key_mask[0][self.named]
         if rates is not None and rates.ndim == 3:
             rates = self.gather(rates).masked_fill(~self.valid[:, None], 0)
         return Inputs(q, k, v, rates, mask)
@@ -68,20 +69,20 @@ def backward(
     y: Outputs,
     call: Call,
 ) -> Grads:
-    grads = [projected(t, t.shape[1], t.shape[2], t.shape[3]) for t in (x.q, x.k, x.v)]
-    ddecay = None if x.decay is None else torch.zeros_like(x.decay, memory_format=torch.contiguous_format)
+    grads = Grads.empty(x)
+    if grads.decay is not None:
+        grads.decay.zero_()
     assert x.cu_seqlens is not None
     for bucket in _buckets(x.cu_seqlens, x.q.device):
         dout = bucket.gather(upstream.dout)
         dout = dout.masked_fill(~bucket.valid[:, None, :, None], 0)  # a padded query has no say
         part_y = Outputs(bucket.gather(y.out), bucket.gather(y.norm), y.after)
         part = run(Upstream(dout, None), bucket.inputs(x), part_y, call)
-        for whole, piece in zip(grads, (part.q, part.k, part.v), strict=True):
-            bucket.scatter(piece, whole)
-        if ddecay is None or part.decay is None:
-            continue
-        if ddecay.ndim == 3:
-            bucket.scatter(part.decay, ddecay)
-        else:
-            ddecay += part.decay
-    return Grads(*grads, ddecay, None)
+        for whole, piece in zip(grads, part, strict=True):
+            if whole is None or piece is None:
+                continue
+            if whole.ndim == 1:  # one rate per head
+                whole += piece
+            else:
+                bucket.scatter(piece, whole)
+    return grads

@@ -1,7 +1,4 @@
-"""State: what a stream remembers, how it moves on, and the ways back and forth.
-
-A stream is cut anywhere: `advance` takes in the next tokens, `snapshot` and `rollback` take the last of them back.
-"""
+"""State: what a stream remembers, how it takes in the next tokens, and how it takes the last of them back."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,7 +26,7 @@ class Tokens(NamedTuple):
         return self._replace(k=self.k[:, :, :n], v=self.v[:, :, :n], key_mask=mask, decay=rates)
 
     def map(self, change: Callable[[Tensor], Tensor], *, rows: bool) -> "Tokens":
-        """Change every tensor; if the change is one of batch rows, rates per head are left alone, since they have none."""
+        """Change every tensor; a change of batch rows leaves rates per head alone, since they have none."""
         keep = rows and self.decay is not None and self.decay.ndim == 1
         rates = self.decay if self.decay is None or keep else change(self.decay)
         mask = None if self.key_mask is None else change(self.key_mask)
@@ -38,14 +35,15 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """Everything a stream remembers: one tensor (B, H, F, E + 1), whose last column is the normaliser, and the next position.
+    """All that a stream remembers: a tensor (B, H, F, E + 1), whose last column is the normaliser, and a position.
 
-    F is 2D, or D with an infinite horizon. A State is never changed in place, so keeping one is a valid way back to it;
-    `snapshot` and `rollback` do the same for the last tokens only. It is differentiable, a pytree to torch, and safe to load:
-    `torch.load` reads a saved one as it is.
+    F is 2D, or D with an infinite horizon. A State is never changed in place, so keeping one is a valid way
+    back to it; `snapshot` and `rollback` do the same for the last tokens only. It is differentiable, a pytree
+    to torch, and `torch.load` reads a saved one as safely as a tensor.
 
-    The horizon is part of the sums in the tensor, so a State knows its own and is refused where another is given. Rates are not:
-    each token brings its own, and none is a rate of 0, so they may change, begin or end anywhere in a stream.
+    The horizon is part of the sums in the tensor, so a State knows its own and is refused where another is
+    given. Rates are not: each token brings its own, and none is a rate of 0, so they may change, begin or end
+    anywhere.
     """
 
     tensor: Tensor
@@ -67,7 +65,7 @@ class State:
         return self._map(lambda t: t.detach())
 
     def snapshot(self) -> "State":
-        """The same state, from here on remembering the tokens it takes in, so that the last of them can be rolled back."""
+        """The same state, remembering from here on the tokens it takes in, for `rollback`."""
         here = State(self.tensor, self.position, self.horizons)
         return replace(here, origin=here)
 
@@ -115,8 +113,9 @@ torch.serialization.add_safe_globals([State, Tokens, Call])
 
 
 def advance(state: State | None, x: Inputs, call: Call) -> tuple[Tensor, State]:
-    """The output of the next tokens of a stream, and the state after them; x and call hold what the state has to say."""
+    """The output of the next tokens of a stream, and the state after them; x and call hold this one."""
     out, _, after = attend(x, call)
+    assert after is not None, "a stream keeps its state"
     position = call.position + x.k.shape[2]
     if state is None or state.origin is None:
         return out, State(after, position, call.horizons)
