@@ -1,4 +1,4 @@
-"""What every test shares: fresh memory is poisoned with NaN, seeds are fixed, the backends to run on are named once."""
+"""What every test shares: the backends to run on, fixed seeds, and fresh memory poisoned with NaN."""
 
 import itertools
 
@@ -28,7 +28,7 @@ def widest(name: str) -> torch.dtype:
 
 
 def pytest_generate_tests(metafunc):
-    """`backend` runs over the backends this machine has; `backend, dtype` over every pair a backend supports."""
+    """`backend` runs over the backends this machine has; `backend, dtype` over all pairs they declare."""
     names = metafunc.fixturenames
     if "backend" in names and "dtype" in names:
         metafunc.parametrize(
@@ -41,8 +41,8 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_report_header(config):
-    missing = [f"; not tested: {name} ({backend_problem(name)})" for name in BACKENDS if name not in RUNNING]
-    return f"cosformer backends: {', '.join(RUNNING)}{''.join(missing)}"
+    missing = [f"{name} ({backend_problem(name)})" for name in BACKENDS if name not in RUNNING]
+    return f"cosformer backends: {', '.join(RUNNING)}; not tested: {', '.join(missing) or 'none'}"
 
 
 @pytest.fixture(autouse=True)

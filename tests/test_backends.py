@@ -1,4 +1,4 @@
-"""What a backend declares and how one is chosen; that a new one is one module and one name; that no device is waited for."""
+"""Backends: what one declares, how one is chosen, that a new one is one module; that no device is awaited."""
 
 import subprocess
 import sys
@@ -24,7 +24,12 @@ from cosformer.ops import _torch
 from cosformer.ops.call import Backend
 
 BACKEND = Backend(
-    _torch.forward, _torch.backward, ("cpu",), (torch.float32,), range(1, 33), info=lambda: {"made of": "torch"}
+    _torch.forward,
+    _torch.backward,
+    devices=("cpu",),
+    dtypes=(torch.float32,),
+    sizes=range(1, 33),
+    info=lambda: {"made of": "torch"},
 )
 '''
 
@@ -131,14 +136,14 @@ def test_a_device_is_asked_for():
     assert operator.backend_problem("torch", "abacus")
 
 
-# No GPU is needed to see that none would be waited for: a watch on values that are read or moved to the CPU, and
-# the torch backend on tensors of a device that has no values at all.
+# No GPU is needed to see that none would be waited for: a watch on values that are read or moved to the CPU,
+# and the torch backend on tensors of a device that has no values at all.
 
 WAITING = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select", "unique")
 
 
 class Watch(TorchDispatchMode):
-    """Fails where a GPU would be waited for. It looks into our own operators, which torch takes for opaque."""
+    """Fails where a GPU would be waited for. It looks into our own operators, opaque to torch."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -188,7 +193,7 @@ def test_nothing_waits_for_a_device(monkeypatch):
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("device", ["meta", "cuda"])
 def test_a_call_stays_on_its_device(device, causal, rates, packed):
-    """On meta tensors and on fakes of a GPU: reading a value, a shape that depends on one and mixed devices all raise."""
+    """Tensors without values, and fakes of a GPU: a value read, or a device mixed with another, raises."""
     boundaries = torch.tensor([0, 100, 300]) if packed else None
     call = Call((400.0,), causal, relu=True, keep_state=causal and not packed)
     with FakeTensorMode(allow_non_fake_inputs=True) if device == "cuda" else torch.device("meta"):
