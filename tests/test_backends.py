@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import RUNNING
-from judge import assert_close
-from test_operator import inputs
+from judge import assert_close, inputs
 from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -1,4 +1,4 @@
-"""The shape of the package: who may import whom, what `import cosformer` loads, what the README says of the files."""
+"""The shape of the package: who may import whom, what `import cosformer` loads, the README's map of files."""
 
 import ast
 import re
