@@ -1,6 +1,4 @@
-"""What every test shares: fresh memory is poisoned with NaN, seeds are fixed, the backends to run on are
-named once.
-"""
+"""What every test shares: the backends to run on, fixed seeds, and fresh memory poisoned with NaN."""
 
 import itertools
 import lzma
@@ -15,7 +13,7 @@ from hypothesis import HealthCheck, settings
 from torch.utils._device import _device_constructors
 
 from cosformer import results
-from cosformer.ops.operator import BACKENDS, backend, backend_problem
+from cosformer.ops.operator import BACKENDS, backend_problem, declared
 
 settings.register_profile(
     "cosformer", deadline=None, derandomize=True, suppress_health_check=list(HealthCheck)
@@ -27,18 +25,16 @@ torch.set_num_threads(1)  # small tensors; tests run side by side, and those abo
 
 
 RUNNING = [name for name in BACKENDS if backend_problem(name) is None]
-BACKEND_DTYPES = [(name, dtype) for name in RUNNING for dtype in backend(name).dtypes]
+BACKEND_DTYPES = [(name, dtype) for name in RUNNING for dtype in declared(name).dtypes]
 
 
 def widest(name: str) -> torch.dtype:
     """The most exact dtype a backend runs."""
-    return max(backend(name).dtypes, key=lambda dtype: dtype.itemsize)
+    return max(declared(name).dtypes, key=lambda dtype: dtype.itemsize)
 
 
 def pytest_generate_tests(metafunc):
-    """`backend` runs over the backends this machine has; `backend, dtype` over every pair a backend
-    supports.
-    """
+    """`backend` runs over the backends this machine has; `backend, dtype` over all pairs they declare."""
     names = metafunc.fixturenames
     if "backend" in names and "dtype" in names:
         metafunc.parametrize(
@@ -51,8 +47,8 @@ def pytest_generate_tests(metafunc):
 
 
 def pytest_report_header(config):
-    missing = [f"; not tested: {name} ({backend_problem(name)})" for name in BACKENDS if name not in RUNNING]
-    return f"cosformer backends: {', '.join(RUNNING)}{''.join(missing)}"
+    missing = [f"{name} ({backend_problem(name)})" for name in BACKENDS if name not in RUNNING]
+    return f"cosformer backends: {', '.join(RUNNING)}; not tested: {', '.join(missing) or 'none'}"
 
 
 # Rows of results as `compare` writes them, for the tests of the report. Their numbers mean nothing.

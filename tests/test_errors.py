@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from test_operator import inputs
+from judge import inputs
 
 from cosformer import State, cosformer_attention, cosformer_stream
 

@@ -1,6 +1,4 @@
-"""The native backend beyond the operator's tests: threads, processes, instruction sets, loading,
-sanitizers.
-"""
+"""The native backend beyond the operator's tests: threads, processes, instruction sets, sanitizers."""
 
 import multiprocessing
 import os
@@ -13,8 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import RUNNING
-from judge import assert_close, judge, value_and_grads
-from test_operator import inputs, on, rates
+from judge import assert_close, inputs, judge, on, rates, value_and_grads
 
 from cosformer import cosformer_attention
 from cosformer.ops import _native, operator
@@ -81,8 +78,7 @@ import sys; sys.path.insert(0, {tests!r})
 import torch
 torch.set_num_threads(1)
 torch.manual_seed(0)  # torch draws another seed in every process
-from judge import judge
-from test_operator import inputs, on, rates
+from judge import inputs, judge, on, rates
 from cosformer.ops import _native
 assert _native.info()["instruction set"] == {isa!r}
 for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -168,9 +164,7 @@ def test_openmp_runtime_is_shared():
 
 
 def test_sanitizers(tmp_path):
-    """A short fuzz of the kernel under AddressSanitizer and UndefinedBehaviorSanitizer; `make fuzz` runs
-    longer.
-    """
+    """A short fuzz of the kernel under the address and undefined-behaviour sanitizers; see `make fuzz`."""
     if not (shutil.which("cmake") and (shutil.which("c++") or shutil.which("g++"))):
         pytest.skip("needs cmake and a C++ compiler")
     fuzz(tmp_path, seconds=15)

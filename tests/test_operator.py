@@ -1,6 +1,4 @@
-"""cosformer_attention against the definition: every mode, every dtype, every backend, outputs and
-gradients.
-"""
+"""cosformer_attention against the definition: every mode, dtype and backend, outputs and gradients."""
 
 import math
 
@@ -9,31 +7,9 @@ import torch
 from conftest import widest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judge import assert_close, compare, judge, value_and_grads
+from judge import assert_close, compare, inputs, judge, on, rates, value_and_grads
 
 from cosformer import cosformer_attention, cosformer_stream
-
-
-def inputs(B=2, H=4, Hk=2, L=37, S=37, D=6, E=5, dtype=torch.float32):
-    return (
-        torch.randn(B, H, L, D).to(dtype),
-        torch.randn(B, Hk, S, D).to(dtype),
-        torch.randn(B, Hk, S, E).to(dtype),
-    )
-
-
-def on(backend):
-    return lambda *args, **kwargs: cosformer_attention(*args, backend=backend, **kwargs)
-
-
-def rates(kind, B, H, S):
-    """Per head from weak to strong, or per position with weak and strong ones mixed."""
-    if kind == "head":
-        return torch.logspace(-6, math.log10(20), H)
-    if kind == "position":
-        return torch.tensor([1e-6, 1e-2, 0.3, 20.0])[torch.randint(4, (B, H, S))] * torch.rand(B, H, S)
-    return None
-
 
 LENGTHS = [
     (1, 1, 0),
@@ -270,9 +246,7 @@ def test_batch_order_and_size_change_nothing(backend, causal):
 
 
 def strided(kind, B, H, Hk, L, D, E, dtype):
-    """q, k, v of one length as views: of a fused projection, transposed, expanded over the batch, with a
-    strided last dimension.
-    """
+    """q, k, v of one length as views: of a fused projection, transposed, expanded over the batch, stepped."""
     if kind == "fused":
         fused = torch.randn(B, L, H * D + Hk * D + Hk * E).to(dtype)
         q, k, v = fused.split([H * D, Hk * D, Hk * E], -1)

@@ -1,6 +1,4 @@
-"""The package's central promise: whole == chunked == token by token == resumed from a saved state, outputs
-and gradients.
-"""
+"""The central promise: whole == chunked == token by token == resumed from a saved state, with gradients."""
 
 import io
 import math
@@ -10,8 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from judge import assert_close, judge, value_and_grads
-from test_operator import inputs, rates
+from judge import assert_close, inputs, judge, rates, value_and_grads
 
 from cosformer import State, cosformer_attention, cosformer_stream, reference
 from cosformer.ops import linear_read, linear_state
@@ -53,9 +50,7 @@ def test_token_by_token(backend, decay):
 
 
 def test_state_is_part_of_the_graph(backend):
-    """Gradients flow in through the incoming state and out through the outgoing one, also where only the
-    state is used.
-    """
+    """Gradients flow in and out through states, also where only the state is used."""
     q, k, v = inputs(B=1, L=40, S=40)
     lam = torch.rand(1, 4, 40)
 
@@ -102,6 +97,21 @@ def test_saved_and_loaded(backend):
         q[:, :, 35:], k[:, :, 35:], v[:, :, 35:], [], state=loaded, horizon=100, backend=backend
     )
     assert_close(out, whole[:, :, 35:])
+
+
+def test_loaded_with_torchs_safe_default(backend):
+    """The state itself, and what it keeps for a rollback: nothing in it is code."""
+    q, k, v = inputs(L=9, S=9)
+    options = {"horizon": 30, "key_mask": torch.rand(2, 9) > 0.2, "decay": torch.rand(4), "backend": backend}
+    _, state = cosformer_stream(q, k, v, **options)
+    _, state = cosformer_stream(q, k, v, state.snapshot(), **options)
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded = torch.load(file)
+    assert (loaded.position, loaded.horizons) == (18, (30.0,))
+    assert torch.equal(loaded.tensor, state.tensor)
+    assert torch.equal(loaded.rollback(4).tensor, state.rollback(4).tensor)
 
 
 def test_beams_are_reordered(backend):
@@ -189,9 +199,7 @@ def test_moves(backend):
 
 
 def test_memory_of_cross_attention(backend):
-    """linear_state then linear_read is bidirectional attention, with gradients, wherever the queries
-    stand.
-    """
+    """linear_state, linear_read is bidirectional attention, with gradients, wherever the queries stand."""
     q, k, v = inputs(L=40, S=90)
     mask = torch.rand(2, 90) > 0.3
 

@@ -1,6 +1,4 @@
-"""The operator inside torch: compile, export, checkpoint, vmap, func.grad, autocast, meta tensors, opcheck,
-memory.
-"""
+"""The operator inside torch: compile, export, checkpoint, vmap, grad, autocast, meta, opcheck, memory."""
 
 import subprocess
 import sys
@@ -8,8 +6,7 @@ import sys
 import pytest
 import torch
 from conftest import widest
-from judge import assert_close, value_and_grads
-from test_operator import inputs, on
+from judge import assert_close, inputs, on, value_and_grads
 
 from cosformer import State, cosformer_attention, cosformer_stream
 from cosformer.ops import operator
@@ -144,9 +141,7 @@ def test_opcheck(backend, mode):
 
 
 def test_layouts_match_what_fake_tensors_promise(backend):
-    """torch.compile plans memory from the fake implementation; a backend that returns other strides would
-    corrupt it.
-    """
+    """torch.compile plans memory from the fake implementation; other strides would corrupt it."""
 
     def both(x, call):
         y = operator.forward_op(*x, *call)
@@ -182,9 +177,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 
 @pytest.mark.parametrize("decay", [False, True])
 def test_causal_training_memory(backend, decay):
-    """32,768 tokens, 8 heads of 64, forward and backward, the whole process: stored prefix sums would take 32
-    GiB.
-    """
+    """32,768 tokens, 8 heads of 64, the whole process: stored prefix sums would take 32 GiB."""
     code = MEMORY.format(L=32768, backend=backend, decay=decay)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(run.stdout) < 1.5, run.stdout

@@ -6,7 +6,7 @@ import platform
 import torch
 
 from . import __version__
-from .ops.operator import BACKENDS, backend, backend_problem
+from .ops.operator import BACKENDS, backend_problem, declared
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -23,6 +23,6 @@ def _availability(name: str) -> str:
     runs = [device for device, problem in problems.items() if problem is None]
     if not runs:
         return "unavailable: " + "; ".join(str(problem) for problem in problems.values())
-    details = {"on": runs, **backend(name).info()} if runs != ["cpu"] else backend(name).info()
+    details = {"on": runs, **declared(name).info()} if runs != ["cpu"] else declared(name).info()
     words = ", ".join(f"{k}: {', '.join(v) if isinstance(v, list) else v}" for k, v in details.items())
     return f"available ({words})" if words else "available"

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import reference
 from ..ops import cosformer_attention, cosformer_stream
-from ..ops.operator import BACKENDS, backend_problem
+from ..ops.operator import BACKENDS, backend_problem, declared
 from ..results import Exactness
 
 SHAPE = (1, 4, 300, 32)  # an odd length: the last chunk is not full
@@ -26,7 +26,7 @@ def rows() -> Iterator[Exactness]:
         for backend in BACKENDS:
             if backend_problem(backend) is not None:
                 continue
-            for dtype in ("float32", "float64") if backend == "torch" else ("float32",):
+            for dtype in (d for d in ALLOWED if getattr(torch, d) in declared(backend).dtypes):
                 cast = [x.to(getattr(torch, dtype)) for x in drawn]
                 got = with_gradients(partial(cosformer_attention, backend=backend, **options), *cast)
                 row = partial(Exactness, backend=backend, dtype=dtype, allowed=ALLOWED[dtype])

@@ -12,8 +12,9 @@ horizon         the distance at which a key stops mattering, for the mixers that
                 math.inf drops the cosine, and the length is then unlimited, unless positions are learned:
                 those end at max_position_embeddings
 positions       "learned" (an embedding added to the input), "none", or None for what the mixers want
-short_conv      the width of a convolution of q, k and v; None for what the mixer wants, 0 for none
-qk_norm         RMS norms of q and k; None for what the mixer wants
+short_conv      the width of a convolution of q, k and v in all layers; 0 for none, None for the widest that
+                any of the mixers wants
+qk_norm         RMS norms of q and k in all layers; None: if any of the mixers wants them
 output_gate     a layer's output times a sigmoid of its input
 encoder_mixer   encoder-decoder only: as `mixer`, for the encoder; None means the same
 cross_mixer     encoder-decoder only: what reads the source; None means "relu" (no cosine) beside cosformer,

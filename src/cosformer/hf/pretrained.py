@@ -16,12 +16,27 @@ from .interface import padding, reaches
 Base: Any = object  # beside an architecture's PreTrainedModel, whose methods are extended here
 
 
-def interior(config, name: str, *, heads: int, kv_heads: int, size: int, causal: bool) -> Interior:
-    """The interior of a layer with the mixer `name`, as the config says."""
-    mixer = config.mixer_of(name, heads=heads, size=size)
+def interior(
+    config, names: list[str], layer: int, *, heads: int, kv_heads: int, size: int, causal: bool
+) -> Interior:
+    """The interior of a layer of a stack with the mixers `names`, as the config says.
+
+    What surrounds the mixers is the same in all layers, by default the most that any of them wants: a hybrid
+    whose softmax layers have the convolution and the norms, too, learns to recall much sooner.
+    """
+    mixer = config.mixer_of(names[layer], heads=heads, size=size)
     mixer.refuse(causal=causal)
-    around = {"short_conv": config.short_conv, "qk_norm": config.qk_norm, "output_gate": config.output_gate}
-    return Interior(mixer, kv_heads=kv_heads, centred=not causal, **around)
+    with torch.device("meta"):
+        among = [config.mixer_of(name, heads=heads, size=size) for name in set(names)]
+    width, norms = config.short_conv, config.qk_norm
+    return Interior(
+        mixer,
+        kv_heads=kv_heads,
+        centred=not causal,
+        short_conv=max(other.short_conv for other in among) if width is None else width,
+        qk_norm=any(other.qk_norm for other in among) if norms is None else norms,
+        output_gate=config.output_gate,
+    )
 
 
 def attend(

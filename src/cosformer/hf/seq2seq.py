@@ -27,12 +27,13 @@ from .pretrained import (
 class CosformerSeq2SeqAttention(BartAttention):
     """BART's projections around a mixer of one sequence, causal in the decoder."""
 
-    def __init__(self, config: CosformerSeq2SeqConfig, layer_idx: int, name: str, *, causal: bool):
+    def __init__(self, config: CosformerSeq2SeqConfig, layer_idx: int, *, causal: bool):
+        names = config.layer_mixers if causal else config.encoder_layer_mixers
         heads = config.decoder_attention_heads if causal else config.encoder_attention_heads
         kind = {"is_decoder": causal, "is_causal": causal, "config": config, "layer_idx": layer_idx}
         super().__init__(config.d_model, heads, **kind)
         sizes = {"heads": heads, "kv_heads": heads, "size": self.head_dim}
-        self.interior = interior(config, name, causal=causal, **sizes)
+        self.interior = interior(config, names, layer_idx, causal=causal, **sizes)
 
     def forward(self, hidden_states, past_key_values=None, key_mask=None, **kwargs) -> tuple[Tensor, None]:
         x = hidden_states
@@ -77,8 +78,8 @@ class CosformerSeq2SeqEncoder(CosformerPreTrained, BartEncoder):
 
     def __init__(self, config: CosformerSeq2SeqConfig):
         super().__init__(config)
-        for i, name in enumerate(config.encoder_layer_mixers):
-            self.layers[i].self_attn = CosformerSeq2SeqAttention(config, i, name, causal=False)
+        for i, layer in enumerate(self.layers):
+            layer.self_attn = CosformerSeq2SeqAttention(config, i, causal=False)
         self.post_init()
 
     def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, **kwargs):
@@ -95,7 +96,7 @@ class CosformerSeq2SeqDecoder(CosformerPreTrained, BartDecoder):
     def __init__(self, config: CosformerSeq2SeqConfig):
         super().__init__(config)
         for i, name in enumerate(config.layer_mixers):
-            self.layers[i].self_attn = CosformerSeq2SeqAttention(config, i, name, causal=True)
+            self.layers[i].self_attn = CosformerSeq2SeqAttention(config, i, causal=True)
             self.layers[i].encoder_attn = CosformerCrossAttention(config, i, config.cross_mixer_of(name))
         self.post_init()
 

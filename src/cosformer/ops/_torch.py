@@ -10,7 +10,7 @@ cos(a - b) = cos a cos b + sin a sin b, so with phi(x) = [f(x) cos a, f(x) sin a
     [n_i, z_i] = phi(q_i) state
 
 The axis of positions is cut into spans in which every position has a query or none has, and a key or none
-has. A sweep carries a state along it. With g the running sum of the rates inside a span and G its last value,
+has. A sweep carries a state along it. With g the running sum of the rates in a span and G its last value,
 
     rightward   a query reads exp(-g_i) state
                 state <- exp(-G) state + sum_j exp(-(G - g_j)) phi(k_j) [v_j, 1]^T
@@ -22,8 +22,7 @@ take the quadratic form (D features, the cosine as a table). Only a bidirectiona
 sweeps; without decay it does not matter where a key stands, so all keys come first, then all queries, and no
 span has both.
 
-Backward. With m_i = [dout_i / z_i, -(out_i . dout_i) / z_i], the gradient of [n_i, z_i], ds_ij is m_i . [v_j,
-1] and
+Backward. m_i = [dout_i / z_i, -(out_i . dout_i) / z_i] is the gradient of [n_i, z_i], ds_ij = m_i . [v_j, 1],
 
     dphi(q_i) = state m_i      dphi(k_j) = mirror [v_j, 1]      dv_j = mirror^T phi(k_j)
     mirror    = sum_i phi(q_i) m_i^T
@@ -213,9 +212,7 @@ class _Spans:
         return d[..., : self.D] * cos + d[..., self.D :] * sin
 
     def sums(self, s: _Span) -> Tensor:
-        """The running sum g of the rates inside a span, (B or 1, H, n), in float64: strong and weak may
-        mix.
-        """
+        """The running sum g of the rates in a span, (B or 1, H, n), in float64: strong and weak may mix."""
         assert self.decay is not None
         if self.decay.ndim == 3:
             return self.decay[:, :, s.lo : s.hi].to(self.exact).cumsum(-1)

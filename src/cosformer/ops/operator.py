@@ -28,8 +28,8 @@ def check_backend(name: str | None) -> None:
 
 
 @cache
-def backend(name: str) -> Backend:
-    """What the module of that name declares."""
+def declared(name: str) -> Backend:
+    """What the backend's module declares."""
     return importlib.import_module(f"cosformer.ops._{name}").BACKEND
 
 
@@ -39,12 +39,12 @@ def backend_problem(name: str, device: str = "cpu") -> str | None:
         torch.empty(0, device=device)
     except (AssertionError, RuntimeError) as error:  # torch's ways to say that there is no such device
         return str(error).partition("\n")[0]
-    return backend(name).refusal_on(torch.device(device).type)
+    return declared(name).refusal_on(torch.device(device).type)
 
 
 def choose(name: str | None, q: Tensor, v: Tensor) -> Backend:
     """The named backend, or the best that can run a call on such tensors."""
-    for candidate in map(backend, BACKENDS if name is None else (name,)):
+    for candidate in map(declared, BACKENDS if name is None else (name,)):
         reason = candidate.refusal(q, v)
         if reason is None:
             return candidate

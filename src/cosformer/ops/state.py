@@ -35,8 +35,7 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class State:
-    """All that a stream remembers: a tensor (B, H, F, E + 1), whose last column is the normaliser, and a
-    position.
+    """What a stream remembers: a tensor (B, H, F, E + 1), its last column the normaliser, and a position.
 
     F is 2D, or D with an infinite horizon. A State is never changed in place, so keeping one is a valid way
     back to it; `snapshot` and `rollback` do the same for the last tokens only. It is differentiable, a pytree

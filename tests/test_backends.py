@@ -1,0 +1,208 @@
+"""Backends: what one declares, how one is chosen, that a new one is one module; that no device is awaited."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import RUNNING
+from judge import assert_close, inputs
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cosformer import cosformer_attention, cosformer_stream, info
+from cosformer.ops import _torch, checks, operator
+from cosformer.ops import call as contract
+from cosformer.ops.call import Backend, Call, Inputs, Upstream
+
+TOY = '''
+"""A backend as small as can be: torch's functions, for less."""
+import torch
+from cosformer.ops import _torch
+from cosformer.ops.call import Backend
+
+BACKEND = Backend(
+    _torch.forward,
+    _torch.backward,
+    devices=("cpu",),
+    dtypes=(torch.float32,),
+    sizes=range(1, 33),
+    info=lambda: {"made of": "torch"},
+)
+'''
+
+PLUGIN = """
+import cosformer.ops
+cosformer.ops.__path__.append({folder!r})
+from cosformer.ops import operator
+operator.BACKENDS = ("toy", *operator.BACKENDS)
+"""
+
+EVERYWHERE = """
+import toy, pytest, torch
+from cosformer import cosformer_attention, info
+from cosformer.bench import exactness
+info.main([])
+print({{row.dtype for row in exactness.rows() if row.backend == "toy"}})
+x = torch.randn(1, 1, 5, 40)
+try:
+    cosformer_attention(x, x, x, backend="toy")
+except ValueError as error:
+    print(error)
+pytest.main(["-n0", "-v", "-p", "toy", "-k", "toy", *{tests!r}])
+"""
+
+
+def test_a_new_backend_is_one_module_and_one_name(tmp_path):
+    """Then selection, info, exactness and the tests know it, and what it declares is kept."""
+    (tmp_path / "_toy.py").write_text(TOY)
+    (tmp_path / "toy.py").write_text(PLUGIN.format(folder=str(tmp_path)))
+    root = Path(__file__).parents[1]
+    tests = [
+        "tests/test_operator.py::test_horizons",
+        "tests/test_operator.py::test_rows_with_nothing_to_attend_to",
+    ]
+    code = EVERYWHERE.format(tests=tests)
+    run = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=root,
+        env={"PYTHONPATH": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    said = run.stdout
+    assert "  toy     available (made of: torch)\n" in said, said + run.stderr
+    assert "{'float32'}" in said
+    assert (
+        "backend 'toy' cannot run this call: it takes keys and values of size 1 to 32; got 40 and 40" in said
+    )
+    assert (
+        "test_horizons[400.0-toy] PASSED" in said
+        and "test_rows_with_nothing_to_attend_to[False-toy-float32]" in said
+    )
+    assert "toy-float64" not in said and "failed" not in said
+
+
+@pytest.fixture
+def toy(monkeypatch):
+    """A backend "toy" that declares what the test says, as the best."""
+
+    def declare(**abilities):
+        ours = Backend(_torch.forward, _torch.backward, **abilities)
+        real = operator.declared
+        monkeypatch.setattr(operator, "BACKENDS", ("toy", *RUNNING))
+        monkeypatch.setattr(info, "BACKENDS", ("toy", *RUNNING))
+        for place in (operator, info):
+            monkeypatch.setattr(place, "declared", lambda name: ours if name == "toy" else real(name))
+        return ours
+
+    return declare
+
+
+@pytest.mark.parametrize(
+    ("abilities", "reason"),
+    [
+        ({"devices": ("cuda", "xpu")}, "it runs on cuda, xpu; got cpu"),
+        ({"dtypes": (torch.float64, torch.float16)}, "it takes float64, float16; got torch.float32"),
+        ({"sizes": range(16, 33)}, "it takes keys and values of size 16 to 32; got 6 and 5"),
+        ({"problem": lambda: "its compiler is missing"}, "its compiler is missing"),
+    ],
+)
+def test_what_is_not_declared_is_refused(toy, capsys, abilities, reason):
+    ours = toy(**abilities)
+    q, k, v = inputs(L=9, S=9)
+    with pytest.raises(ValueError, match=f"backend 'toy' cannot run this call: {reason}"):
+        cosformer_attention(q, k, v, backend="toy")
+    assert operator.choose(None, q, v) is not ours  # the next best runs
+    info.main([])
+    said = capsys.readouterr().out
+    of_the_call = "dtypes" in abilities or "sizes" in abilities
+    assert (f"toy     unavailable: {reason}" in said) != of_the_call
+    assert operator.backend_problem("toy") == (None if of_the_call else reason)
+
+
+def test_what_is_declared_is_chosen(toy):
+    ours = toy(dtypes=(torch.float64,))
+    q, k, v = inputs(L=9, S=9)
+    assert operator.choose(None, q.double(), v.double()) is ours
+    assert operator.choose(None, q, v) is not ours
+
+
+def test_a_device_is_asked_for():
+    assert operator.backend_problem("torch") is operator.backend_problem("torch", "meta") is None
+    assert operator.backend_problem("native", "meta") == "it runs on cpu; got meta"
+    assert operator.backend_problem("torch", "abacus")
+
+
+# No GPU is needed to see that none would be waited for: a watch on values that are read or moved to the CPU,
+# and the torch backend on tensors of a device that has no values at all.
+
+WAITING = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select", "unique")
+
+
+class Watch(TorchDispatchMode):
+    """Fails where a GPU would be waited for. It looks into our own operators, opaque to torch."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        assert name not in WAITING, f"{func} waits"
+        assert not (name == "_to_copy" and kwargs.get("device") == torch.device("cpu")), "moved to the CPU"
+        if func.namespace == "cosformer":
+            run = operator._flat_backward if "backward" in name else operator._flat_forward
+            with self:
+                return run(*args)
+        return func(*args, **kwargs)
+
+
+def run_everything(q, k, v, **options):
+    """Forward, backward and stream, with each kind of rates and a mask."""
+    mask = torch.ones(q.shape[0], q.shape[2], dtype=torch.bool)
+    results = []
+    for decay in (None, torch.rand(4), torch.rand(2, 4, q.shape[2])):
+        for causal in (False, True):
+            leaves = [x.detach().requires_grad_() for x in (q, k, v)]
+            out = cosformer_attention(
+                *leaves, causal=causal, decay=decay, key_mask=mask, horizon=400, **options
+            )
+            results += [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
+        _, state = cosformer_stream(q, k, v, horizon=400, decay=decay, **options)
+        step = [x[:, :, :1] for x in (q, k, v)]
+        results += cosformer_stream(*step, state.snapshot(), horizon=400, **options)[:1]
+    return results
+
+
+def test_nothing_waits_for_a_device(monkeypatch):
+    tensors = inputs(L=200, S=200)
+    torch.manual_seed(1)
+    expected = run_everything(*tensors, backend="torch")
+    with pytest.raises(AssertionError, match="waits"), Watch():
+        run_everything(*tensors, backend="torch")  # on the CPU the rates are looked at
+    monkeypatch.setattr(checks, "readable", lambda x: False)  # as on any other device
+    torch.manual_seed(1)
+    with Watch():
+        found = run_everything(*tensors, backend="torch")
+    for a, b in zip(found, expected, strict=True):
+        assert_close(a, b)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("rates", [None, (4,), (1, 4, 300)])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("device", ["meta", "cuda"])
+def test_a_call_stays_on_its_device(device, causal, rates, packed):
+    """Tensors without values, and fakes of a GPU: a value read, or a device mixed with another, raises."""
+    boundaries = torch.tensor([0, 100, 300]) if packed else None
+    call = Call((400.0,), causal, relu=True, keep_state=causal and not packed)
+    with FakeTensorMode(allow_non_fake_inputs=True) if device == "cuda" else torch.device("meta"):
+        q, k, v = (torch.empty(1, 4, 300, 6, device=device) for _ in range(3))
+        mask = torch.ones(1, 300, dtype=torch.bool, device=device)
+        x = Inputs(q, k, v, None if rates is None else torch.empty(rates, device=device), mask, boundaries)
+        y = _torch.forward(x, call)
+        grads = _torch.backward(
+            Upstream(torch.empty_like(y.out), y.after if call.keep_state else None), x, y, call
+        )
+    contract.theta.cache_clear()  # it may hold a fake
+    assert {t.device.type for t in (*y, *grads) if t is not None} == {device}
+    assert y.out.shape == (1, 4, 300, 6) and (grads.decay is None) == (rates is None)
