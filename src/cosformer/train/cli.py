@@ -90,7 +90,7 @@ def parser(prog: str, description: str) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog=prog, description=description, argument_default=none, allow_abbrev=False)
     p.add_argument("--data", help="a text, CSV, TSV or JSONL file, or a folder (default: the task's own)")
     p.add_argument("--length", type=int, help="tokens a sequence has at most")
-    p.add_argument("--tokenizer", help='"bytes" (default), "bpe:8000" (trained on the data) or a path')
+    p.add_argument("--tokenizer", help='"bpe" (default: trained on the data), "bpe:8000", "bytes" or a path')
     p.add_argument("--test-examples", type=int, help="take the final scores on this many examples")
     p.add_argument(
         "--set", action="append", metavar="TABLE.KEY=VALUE", help="any other setting, as in a recipe"

@@ -162,7 +162,7 @@ def build_task(run: Run, folder: Path) -> tuple[tasks.Task, list[str]]:
     if tokenizer.startswith("bpe:"):
         if missing:
             chosen["tokenizer"] = stand_in(folder / "tokenizer", int(tokenizer.removeprefix("bpe:")))
-    elif tokenizer != "bytes" and not Path(tokenizer).expanduser().exists():
+    elif tokenizer not in ("bytes", "bpe") and not Path(tokenizer).expanduser().exists():
         notes.append(f"tokenizer {tokenizer} is not there: {VOCABULARY:,} tokens are assumed")
         chosen["tokenizer"] = stand_in(folder / "tokenizer", VOCABULARY)
     return tasks.build(run.task, **chosen), notes
@@ -186,7 +186,7 @@ def write_data(folder: Path, run: Run) -> None:
         for name in ("data_batch_1.bin", "test_batch.bin"):
             (folder / name).write_bytes(b"".join(bytes([i]) + rng.randbytes(3 * 1024) for i in range(10)))
         return
-    length = chosen.get("length") or tasks.settings(run.task)["length"]
+    length = chosen.get("length") or tasks.settings(run.task)["length"] or 256  # None: from the data
     labels, label = chosen.get("labels") or ["0", "1"], chosen.get("label") or "label"
     named = [chosen[key] for key in ("text", "pair", "source", "target") if chosen.get(key)]
     columns = sorted({"text", "text1", "text2", "source", "target", *named})
