@@ -8,12 +8,10 @@ import pytest
 import torch
 from conftest import RUNNING
 from judge import assert_close, inputs
-from torch._subclasses import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cosformer import cosformer_attention, cosformer_stream, info
 from cosformer.ops import _torch, checks, operator
-from cosformer.ops import call as contract
 from cosformer.ops.call import Backend, Call, Inputs, Upstream
 
 TOY = '''
@@ -50,7 +48,7 @@ try:
     cosformer_attention(x, x, x, backend="toy")
 except ValueError as error:
     print(error)
-pytest.main(["-n0", "-v", "-p", "toy", "-k", "toy", *{tests!r}])
+pytest.main(["-n0", "-v", "-v", "-k", "toy", *{tests!r}])
 """
 
 
@@ -77,10 +75,8 @@ def test_a_new_backend_is_one_module_and_one_name(tmp_path):
     assert (
         "backend 'toy' cannot run this call: it takes keys and values of size 1 to 32; got 40 and 40" in said
     )
-    assert (
-        "test_horizons[400.0-toy] PASSED" in said
-        and "test_rows_with_nothing_to_attend_to[False-toy-float32]" in said
-    )
+    for test in ("test_horizons[toy-400.0] PASSED", "test_rows_with_nothing_to_attend_to[toy-float32-False]"):
+        assert test in said, said + run.stderr
     assert "toy-float64" not in said and "failed" not in said
 
 
@@ -190,19 +186,17 @@ def test_nothing_waits_for_a_device(monkeypatch):
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("rates", [None, (4,), (1, 4, 300)])
 @pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("device", ["meta", "cuda"])
-def test_a_call_stays_on_its_device(device, causal, rates, packed):
-    """Tensors without values, and fakes of a GPU: a value read, or a device mixed with another, raises."""
+def test_a_call_stays_on_its_device(causal, rates, packed):
+    """On tensors without values: a value read, or a device mixed with another, raises."""
     boundaries = torch.tensor([0, 100, 300]) if packed else None
     call = Call((400.0,), causal, relu=True, keep_state=causal and not packed)
-    with FakeTensorMode(allow_non_fake_inputs=True) if device == "cuda" else torch.device("meta"):
-        q, k, v = (torch.empty(1, 4, 300, 6, device=device) for _ in range(3))
-        mask = torch.ones(1, 300, dtype=torch.bool, device=device)
-        x = Inputs(q, k, v, None if rates is None else torch.empty(rates, device=device), mask, boundaries)
+    with torch.device("meta"):
+        q, k, v = (torch.empty(1, 4, 300, 6) for _ in range(3))
+        mask = torch.ones(1, 300, dtype=torch.bool)
+        x = Inputs(q, k, v, None if rates is None else torch.empty(rates), mask, boundaries)
         y = _torch.forward(x, call)
         grads = _torch.backward(
             Upstream(torch.empty_like(y.out), y.after if call.keep_state else None), x, y, call
         )
-    contract.theta.cache_clear()  # it may hold a fake
-    assert {t.device.type for t in (*y, *grads) if t is not None} == {device}
+    assert {t.device.type for t in (*y, *grads) if t is not None} == {"meta"}
     assert y.out.shape == (1, 4, 300, 6) and (grads.decay is None) == (rates is None)

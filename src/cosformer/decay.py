@@ -1,12 +1,12 @@
-"""Decay: the rates at which attention heads forget, the one vocabulary that all of the package shares.
+"""Decay: the rates at which attention heads forget; one vocabulary for operator, mixers, modules and models.
 
 weight_ij *= exp(-|A_i - A_j|)      A the running sum of the rates (rate * position for a constant)
 
 None        no decay, the paper's operator
 rates       a number, or one per head: constants
 "ladder"    constants, one per head, geometric from 1/4 (a few tokens) down to 1/span (the whole context)
-"gated"     ladder_h * exp(w_h . x + b_h), one per head and position, read from the layer's input x; starts as
-            the ladder
+"gated"     ladder_h * exp(w_h . x + b_h), one per head and position, read from the layer's input x; it starts
+            as the ladder
 """
 
 import math
@@ -23,9 +23,7 @@ DecaySpec = Rates | str | None
 
 
 def ladder(heads: int, span: float) -> list[float]:
-    """One rate per head, geometric from 1/4 down to 1/span; a span of less than 4 tokens makes them all
-    1/4.
-    """
+    """One rate per head, geometric from 1/4 down to 1/span; under a span of 4 tokens they are all 1/4."""
     step = math.log(4 / max(span, 4)) / max(heads - 1, 1)
     return [math.exp(head * step) / 4 for head in range(heads)]
 
@@ -105,7 +103,7 @@ class Decay(nn.Module):
                 f"x must be (batch, length, {self.gate.in_features}), the layer's input; got {shown(x)}"
             )
         scale = _precise(self.gate(x)).clamp_max(LARGEST_EXPONENT).exp()  # (B, L, H)
-        assert self.constant is not None  # a gate starts from the ladder
+        assert self.constant is not None
         rates = (scale * self.constant).transpose(1, 2)
         return rates if key_mask is None else rates.masked_fill(~key_mask[:, None], 0.0)
 

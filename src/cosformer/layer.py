@@ -1,7 +1,6 @@
-"""The interior of an attention layer: what stands between its projections in every module and model.
+"""The interior of an attention layer: what stands between its projections, in every module and model.
 
-    q, k, v = projections of x  ->  short convolution  ->  norms of q and k  ->  mixer  ->  output gate  ->
-                                out
+    projections of x  ->  q, k, v  ->  short convolution  ->  norms of q and k  ->  mixer  ->  output gate
 
     short convolution   depthwise along the sequence, a few tokens wide, on q, k and v; starts as the identity
     norms               RMS norm of each head's q and k, with a learned weight
@@ -26,9 +25,7 @@ from .ops.convolution import short_convolution
 
 @dataclass(frozen=True)
 class LayerState:
-    """What a layer remembers of a stream: its mixer's state, and the last inputs (B, width - 1, C) of q, k
-    and v.
-    """
+    """What a layer remembers of a stream: its mixer's state, and the last (B, width - 1, C) of q, k and v."""
 
     mixer: Any
     last: tuple[Tensor, ...] = ()
@@ -43,9 +40,7 @@ class LayerState:
 
 
 class ShortConvolution(nn.Module):
-    """Depthwise convolution of (B, L, C) over `width` tokens: back from each one, or around it if
-    `centred`.
-    """
+    """Depthwise convolution of (B, L, C) over `width` tokens: up to each one, or around it if `centred`."""
 
     def __init__(self, channels: int, *, width: int, centred: bool, device=None, dtype=None):
         super().__init__()
@@ -69,8 +64,7 @@ class ShortConvolution(nn.Module):
 
 
 class Interior(nn.Module):
-    """A mixer and what a layer puts around it; q (B, L, H D), k, v (B, S, Hk D) -> (B, L, H D), heads side by
-    side.
+    """A mixer and what a layer puts around it: q (B, L, H D), k, v (B, S, Hk D) -> (B, L, H D).
 
     short_conv, qk_norm    None for what the mixer wants; a width of 0 is no convolution
     centred                the convolution looks around each token, for layers that are never causal

@@ -33,9 +33,7 @@ class MixerAttention(nn.Module):
     >>> out, _ = attention(x, x, x, is_causal=True)
     """
 
-    _qkv_same_embed_dim = (
-        False  # nn.TransformerEncoderLayer asks: no, its fused softmax path is not for this module
-    )
+    _qkv_same_embed_dim = False  # nn.TransformerEncoderLayer asks: no, its fused softmax is not for this
     in_proj_bias = None  # ... and it looks here before that
 
     def __init__(
@@ -77,8 +75,8 @@ class MixerAttention(nn.Module):
             )
         if add_bias_kv or add_zero_attn:
             raise ValueError(
-                "add_bias_kv and add_zero_attn are not supported: an extra key has no position to be "
-                "weighted by"
+                "add_bias_kv and add_zero_attn are not supported: "
+                "an extra key has no position to be weighted by"
             )
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim, self.kdim, self.vdim = embed_dim // num_heads, kdim or embed_dim, vdim or embed_dim
@@ -123,9 +121,8 @@ class MixerAttention(nn.Module):
             key_padding_mask = key_padding_mask if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         if not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        if not (
-            is_causal and torch.compiler.is_compiling()
-        ):  # a graph cannot look at the mask, and takes the flag's word
+        trusted = is_causal and torch.compiler.is_compiling()  # a graph cannot look at the mask
+        if not trusted:
             is_causal = _is_causal(attn_mask, query.shape[1], key.shape[1], hint=is_causal)
         self._refuse(causal=is_causal, cross=cross)
         if key_padding_mask is not None and key_padding_mask.shape != key.shape[:2]:
@@ -147,9 +144,7 @@ class MixerAttention(nn.Module):
     def stream(
         self, query: Tensor, state: LayerState | None = None, *, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, LayerState]:
-        """Causal self-attention over the next tokens of a stream: their output, and the state to pass with
-        the next.
-        """
+        """Causal self-attention over a stream's next tokens: their output, and the state for the next."""
         x = query if self.batch_first else query.transpose(0, 1)
         q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
         out, state = self.interior.stream(x, q, k, v, state, key_mask=_keep(key_padding_mask))
@@ -157,10 +152,8 @@ class MixerAttention(nn.Module):
         return out if self.batch_first else out.transpose(0, 1), state
 
     def extra_repr(self) -> str:
-        return (
-            f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
-            f"mixer={self.interior.mixer.name!r}"
-        )
+        heads = f"num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}"
+        return f"{heads}, mixer={self.interior.mixer.name!r}"
 
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         sized = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
@@ -185,10 +178,10 @@ class CosformerAttention(MixerAttention):
     `MixerAttention` with these arguments besides its own:
 
     horizon        a number, one per head, or None for the longer of the two lengths of each call
-    decay          None (the paper's operator), "ladder", one rate or one per head, or "gated": one per head
-                   and position, which a linear gate reads from the input in self-attention; with it, the
-                   recommended layer: a short convolution of q, k and v and norms of q and k come along unless
-                   refused (short_conv=0, qk_norm=False)
+    decay          None (the paper's operator), "ladder", one rate or one per head, or "gated" (recommended):
+                   one per head and position, which a linear gate reads from the input in self-attention.
+                   With decay come a short convolution of q, k and v and norms of q and k, unless refused
+                   (short_conv=0, qk_norm=False); cross attention takes no convolution
     learn_decay    constant rates are learned
     eps, backend   the operator's
 
@@ -226,22 +219,10 @@ class CosformerAttention(MixerAttention):
         horizons = [] if horizon is None else horizon_list(horizon, num_heads)
         operator = {"horizon": "length" if horizon is None else horizon, "eps": eps, "backend": backend}
         super().__init__(
-            embed_dim,
-            num_heads,
-            dropout,
-            bias,
-            add_bias_kv,
-            add_zero_attn,
-            kdim,
-            vdim,
-            batch_first,
-            device,
-            dtype,
-            mixer="cosformer",
-            max_length=math.ceil(span_of(horizons, UNKNOWN_LENGTH)),
-            options={"decay": decay, "learn_decay": learn_decay, **operator},
-            **layer,
-        )
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,
+            device, dtype, mixer="cosformer", max_length=math.ceil(span_of(horizons, UNKNOWN_LENGTH)),
+            options={"decay": decay, "learn_decay": learn_decay, **operator}, **layer,
+        )  # fmt: skip
         self.horizon = horizon
 
 
@@ -253,8 +234,8 @@ def _keep(key_padding_mask: Tensor | None) -> Tensor | None:
         return ~key_padding_mask
     if not key_padding_mask.is_floating_point():
         raise TypeError(
-            "key_padding_mask must be bool (True = ignore) or float (-inf = ignore); got "
-            f"{key_padding_mask.dtype}"
+            "key_padding_mask must be bool (True = ignore) or float (-inf = ignore); "
+            f"got {key_padding_mask.dtype}"
         )
     if not torch.compiler.is_compiling() and not bool(
         ((key_padding_mask == 0) | (key_padding_mask == -math.inf)).all()
@@ -266,8 +247,9 @@ def _keep(key_padding_mask: Tensor | None) -> Tensor | None:
 
 
 def _is_causal(attn_mask: Tensor | None, L: int, S: int, *, hint: bool) -> bool:
-    """Whether attention is causal: attn_mask is the causal mask, or hides nothing and `hint` says so; other
-    masks are refused.
+    """Whether attention is causal: attn_mask is the causal mask, or hides nothing and `hint` says so.
+
+    Other masks are refused.
     """
     if attn_mask is None:
         return hint
@@ -280,15 +262,13 @@ def _is_causal(attn_mask: Tensor | None, L: int, S: int, *, hint: bool) -> bool:
             if L == S and bool((hidden == future).all()):
                 return True
     raise ValueError(
-        f"attn_mask of shape {tuple(attn_mask.shape)} is neither causal nor all-visible: a linear "
-        "form never makes the scores, "
-        "so it cannot mask them one by one; use is_causal, or key_padding_mask for whole keys"
+        f"attn_mask of shape {tuple(attn_mask.shape)} is neither causal nor all-visible: a linear form never "
+        "makes the scores, so it cannot mask them one by one; use is_causal, or key_padding_mask for keys"
     )
 
 
 def _accept_multihead_attention(module: MixerAttention, state_dict: dict, prefix: str, *args) -> None:
-    """Accept nn.MultiheadAttention's names: in_proj_weight, in_proj_bias, q_proj_weight, k_proj_weight,
-    v_proj_weight.
+    """Accept nn.MultiheadAttention's names: in_proj_weight, in_proj_bias, and q_, k_ and v_proj_weight.
 
     It has nothing between its projections, so where its names are met the interior stays as it is.
     """
@@ -301,8 +281,8 @@ def _accept_multihead_attention(module: MixerAttention, state_dict: dict, prefix
         if fused is not None:
             if module.num_kv_heads != module.num_heads:
                 raise ValueError(
-                    f"in_proj_{kind} holds {module.num_heads} key heads; this module has "
-                    f"num_kv_heads={module.num_kv_heads}"
+                    f"in_proj_{kind} holds {module.num_heads} key heads; "
+                    f"this module has num_kv_heads={module.num_kv_heads}"
                 )
             for name, part in zip(("q_proj", "k_proj", "v_proj"), fused.chunk(3), strict=True):
                 state_dict[f"{prefix}{name}.{kind}"] = part

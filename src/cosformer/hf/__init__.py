@@ -1,4 +1,4 @@
-"""cosFormer in Hugging Face: an attention implementation for any architecture, and models with their cache.
+"""cosFormer in Hugging Face: an attention for any architecture, and models with a constant-size cache.
 
 Importing this package registers both with transformers.
 """

@@ -1,4 +1,4 @@
-"""attn_implementation="cosformer:NAME": any mixer as the attention of a transformers architecture.
+"""attn_implementation="cosformer:NAME": every mixer as the attention of a transformers architecture.
 
 A mixer is a module: it may have parameters and random draws, which must exist before a model is trained or
 its weights loaded. So `attach` gives every attention module of a model its mixer, as a submodule that is

@@ -1,4 +1,4 @@
-"""The cache of a Cosformer model: what each layer's mixer keeps of a stream, and of a source read again."""
+"""The cache of a Cosformer model: for each layer what its mixer keeps of a stream, and of a source."""
 
 from __future__ import annotations
 
@@ -131,8 +131,9 @@ class StreamLayer(KeptLayer):
             self.record_past, self.origin = True, self.kept
 
     def crop(self, tokens: int) -> None:
-        """Forget the last `-tokens` tokens; a positive number is the length to return to (transformers before
-        5.16).
+        """Forget the last `-tokens` tokens.
+
+        A positive number is the length to return to, as transformers before 5.16 gives it.
         """
         length = self.get_seq_length()
         surplus = -tokens if tokens <= 0 else length - tokens

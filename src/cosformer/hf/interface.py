@@ -49,8 +49,9 @@ def attention(
     is_causal: bool | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
-    """transformers' attention function: q (B, H, L, D), k, v (B, Hk, S, .), key mask (B, S) -> (B, L, H, E)
-    and no weights.
+    """transformers' attention function, with no weights to return.
+
+    q (B, H, L, D), k, v (B, Hk, S, .), key mask (B, S) -> (B, L, H, E)
     """
     refuse(module, kwargs)
     if dropout:
@@ -101,8 +102,8 @@ def mask(
         mask_function is causal_mask_function and q_offset + q_length != kv_length
     ):
         raise ValueError(
-            "cosformer attention needs a dynamic cache, whose last key is the last query's; this one "
-            "is preallocated"
+            "cosformer attention needs a dynamic cache, whose last key is the last query's; "
+            "this one is preallocated"
         )
     if attention_mask is None:
         return None
@@ -114,8 +115,10 @@ def mask(
 
 
 def padding(attention_mask: Tensor) -> Tensor | None:
-    """A 0/1 or bool mask as bool, or None if it keeps everything; not asked of a graph, which has no values,
-    nor of a device, where looking would be waiting."""
+    """A 0/1 or bool mask as bool, or None if it keeps everything.
+
+    That is not asked of a graph, which has no values, nor of a device, where looking would be waiting.
+    """
     keep = attention_mask.to(torch.bool)
     looks = keep.is_cpu and not torch.compiler.is_compiling()
     return None if looks and bool(keep.all()) else keep
@@ -125,11 +128,10 @@ def key_mask(attention_mask: Tensor | None, key: Tensor) -> Tensor | None:
     if attention_mask is None:
         return None
     if attention_mask.ndim != 2:
+        wanted, got = (key.shape[0], key.shape[2]), tuple(attention_mask.shape)
         raise ValueError(
-            f"attention_mask must be a padding mask (batch, keys) = {(key.shape[0], key.shape[2])} "
-            "with cosformer attention; "
-            f"got shape {tuple(attention_mask.shape)}, another pattern (made by hand, a window, "
-            "chunks, packed sequences)"
+            f"attention_mask must be a padding mask (batch, keys) = {wanted} with cosformer attention; "
+            f"got shape {got}, another pattern (made by hand, a window, chunks, packed sequences)"
         )
     return attention_mask.to(torch.bool)
 
@@ -148,9 +150,7 @@ def refuse(module: nn.Module, kwargs: dict) -> None:
 
 
 def is_causal_attention(module: nn.Module, given: bool | None) -> bool:
-    """Whether a query sees only the keys before it: as the call says, or the module, unless the config turns
-    it off.
-    """
+    """Whether a query sees only the keys before it: as the call or module says, unless the config denies."""
     causal = getattr(module, "is_causal", True) if given is None else given
     return causal and getattr(module.config, "is_causal", True) is not False
 
@@ -189,21 +189,22 @@ def _rates(spec: DecaySpec, heads: int, span: float, device: torch.device) -> Te
 
 
 def check_reach(tokens: int, horizon, *, causal: bool) -> None:
-    """Stop where the operator would, but say where a model's horizon is set; what is no horizon at all is
-    left to the operator.
+    """Stop where the operator would, but say where a model's horizon is set.
+
+    What is no horizon at all is left to the operator.
     """
     if isinstance(horizon, int | float) and horizon > 0 and not reaches(tokens, horizon, causal=causal):
         raise ValueError(
-            f"{tokens} tokens reach past the horizon of {horizon:g}; use shorter texts, or set a "
-            "larger horizon: "
-            f"config.cosformer = {{'horizon': {tokens}}} (math.inf drops the cosine; by default, the "
-            "maximum positions)"
+            f"{tokens} tokens reach past the horizon of {horizon:g}; use shorter texts, or set a larger "
+            f"horizon: config.cosformer = {{'horizon': {tokens}}} (math.inf drops the cosine; "
+            "by default, the maximum positions)"
         )
 
 
 def reaches(tokens: int, horizon: float, *, causal: bool) -> bool:
-    """Whether a text's first and last token are near enough; a key exactly at the horizon may only stand
-    behind its query.
+    """Whether a text's first and last token are near enough.
+
+    A key exactly at the horizon may only stand behind its query.
     """
     return tokens - 1 <= horizon if causal else tokens - 1 < horizon
 
@@ -214,12 +215,11 @@ def max_positions(config) -> int:
         return positions
     if hasattr(config, "image_size") and hasattr(config, "patch_size"):
         sizes = (s if isinstance(s, list | tuple) else (s, s) for s in (config.image_size, config.patch_size))
-        return (
-            math.prod(image // patch for image, patch in zip(*sizes, strict=True)) + 1
-        )  # patches and the class token
+        patches = math.prod(image // patch for image, patch in zip(*sizes, strict=True))
+        return patches + 1  # and the class token
     raise ValueError(
-        f"{type(config).__name__} does not say how many positions it has; set it: config.cosformer = "
-        f"{{'horizon': ...}}"
+        f"{type(config).__name__} does not say how many positions it has; "
+        "set it: config.cosformer = {'horizon': ...}"
     )
 
 

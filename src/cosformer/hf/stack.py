@@ -21,9 +21,7 @@ class CosformerSelfAttention(LlamaAttention):
         self.is_causal = config.causal_layers
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         sizes = {"heads": heads, "kv_heads": kv_heads, "size": self.head_dim}
-        self.interior = interior(
-            config, config.layer_mixers, layer_idx, causal=config.causal_layers, **sizes
-        )
+        self.interior = interior(config, config.layer_mixers, layer_idx, causal=config.causal_layers, **sizes)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(

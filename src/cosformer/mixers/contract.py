@@ -1,12 +1,12 @@
-"""The contract of a mixer: what a mechanism offers, what it declares, what is checked for all of them.
+"""The contract of a mixer: what every mechanism offers, what it declares, what is checked for all.
 
-    out         = mixer(q, k, v, x=x, causal=...)       whole sequences     q (B, H, L, D)   k (B, Hk, S, D)
-                v (B, Hk, S, E)
+    out         = mixer(q, k, v, x=x, causal=...)       whole sequences
     out, state  = mixer.stream(q, k, v, state, x=x)     the next tokens of a causal stream
     memory      = mixer.absorb(k, v)                    a source that cross attention reads many times ...
     out         = mixer.read(q, memory)                 ... without its keys being computed again
 
-x (B, L, C) is the layer's input, which q was projected from; only mixers with `reads_input` look at it.
+q is (B, H, L, D), k (B, Hk, S, D), v (B, Hk, S, E), the output (B, H, L, E). x (B, L, C) is the layer's
+input, which q was projected from; only mixers with `reads_input` look at it.
 """
 
 import math
@@ -25,9 +25,7 @@ Admission = bool | str  # True, or the reason why not
 
 @dataclass(frozen=True)
 class Sizes:
-    """What a mixer is made for: heads, the size of one, the longest sequence, and the width C of the layer's
-    input.
-    """
+    """What a mixer is made for: heads, their size, the longest sequence, the width C of a layer's input."""
 
     heads: int
     head_dim: int
@@ -50,16 +48,12 @@ class Mixer(nn.Module):
     name: str = ""  # given by @register, or by the name it is built with
     bidirectional: Admission = True  # every query may see every key
     causal: Admission = True  # query i, at position i, sees keys j <= i
-    cross: Admission = (
-        True  # keys of another sequence than the queries, of any length unless the class says otherwise
-    )
+    cross: Admission = True  # keys of another sequence, of any length unless the class says otherwise
     streaming: Admission = "it keeps no decode state"
     rope: Admission = True  # rotary positions on q and k
     spe: Admission = True  # stochastic positional encoding of q and k
     unread: tuple[str, ...] = ()  # those of q and k that have no influence
-    grouped: bool = (
-        False  # mix() takes fewer key heads than query heads as they are; otherwise they are repeated for it
-    )
+    grouped: bool = False  # mix() takes fewer key heads than query heads; else they are repeated for it
     reads_input: bool = False  # mix() needs x
     learned_positions: bool = True  # a model around it should add learned positions to its embeddings
     reach: float = math.inf  # how far apart two positions may lie at most
@@ -113,8 +107,7 @@ class Mixer(nn.Module):
         x: Tensor | None = None,
         key_mask: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        """Causal attention over the next tokens of a stream; returns their output and the state to pass with
-        the next.
+        """Causal attention over a stream's next tokens: their output, and the state to pass with the next.
 
         However a stream is cut, its output is that of one causal call over the whole. A state is never
         changed in place.
@@ -129,38 +122,31 @@ class Mixer(nn.Module):
         return self.step(q, k, v, state, x=x, key_mask=key_mask)
 
     def absorb(self, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None) -> Any:
-        """All keys and values of a source, for `read`: as they are, unless the mechanism has a smaller form
-        of them.
-        """
+        """All keys and values of a source, for `read`: as they are, unless a mechanism has a smaller form."""
         self.refuse(cross=True)
         return extend(None, k, v, key_mask)
 
     def read(self, q: Tensor, memory: Any, *, offset: int = 0) -> Tensor:
-        """What queries at positions offset, offset + 1, ... read from a source: cross attention over what was
-        absorbed.
-        """
+        """What queries at positions offset, offset + 1, ... read: cross attention over what was absorbed."""
         q, k, v = self._source(q, memory, offset)
         return self.mix(q, k, v, x=None, causal=False, key_mask=memory.key_mask)
 
     def state_size(self) -> int | None:
-        """The numbers a decoder keeps for a batch row after `max_length` tokens (E = D); None without a
-        stream.
-        """
+        """The numbers a decoder keeps for a row after `max_length` tokens (E = D); None without a stream."""
         return None
 
     # What a mechanism writes
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, *, x, causal: bool, key_mask: Tensor | None) -> Tensor:
-        """What `forward` returns, after its checks: masked keys and values are zero, key heads repeated
-        unless `grouped`.
-        """
+        """What `forward` returns. Masked keys and values are zero, key heads repeated unless `grouped`."""
         raise NotImplementedError(f"{type(self).__name__} must define mix")
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, state: Any, *, x, key_mask: Tensor | None
     ) -> tuple[Tensor, Any]:
-        """What `stream` returns, after the same checks. A state has `position`, the tokens it has seen, and
-        `index_select`.
+        """What `stream` returns, prepared as for `mix`.
+
+        A state is a dataclass of tensors with `position`, the tokens it has seen, and `index_select`.
         """
         raise NotImplementedError(f"{type(self).__name__} declares streaming and must define step")
 
@@ -169,8 +155,8 @@ class Mixer(nn.Module):
         ends, parts = cu_seqlens.tolist(), []
         if len(q) != 1 or ends[0] != 0 or ends[-1] != q.shape[2] or ends != sorted(ends):
             raise ValueError(
-                f"cu_seqlens must rise from 0 to the length of the one packed row; got {ends} for q "
-                f"{tuple(q.shape)}"
+                "cu_seqlens must rise from 0 to the length of the one packed row; "
+                f"got {ends} for q {tuple(q.shape)}"
             )
         for a, b in pairwise(sorted(set(ends))):  # an empty sequence has no output
             piece = self._prepare(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], None, offset=0)
@@ -181,12 +167,12 @@ class Mixer(nn.Module):
 
     def refuse(self, *, causal: bool = False, cross: bool = False) -> None:
         """Raise ValueError with the reason if this mixer does not do what is asked."""
-        if cross:
-            self._admit("cross", "attention to another sequence")
         if causal:
             self._admit("causal", "causal attention")
         else:
             self._admit("bidirectional", "bidirectional attention")
+        if cross:
+            self._admit("cross", "attention to another sequence")
 
     def _admit(self, what: str, said: str) -> None:
         if (reason := getattr(self, what)) is not True:
@@ -196,8 +182,8 @@ class Mixer(nn.Module):
         check_tensors(q, k, v, key_mask)
         if (q.shape[1], q.shape[3]) != (self.heads, self.head_dim):
             raise ValueError(
-                f"q must have {self.heads} heads of size {self.head_dim}, as the mixer has; got q "
-                f"{tuple(q.shape)}"
+                f"q must have {self.heads} heads of size {self.head_dim}, as the mixer has; "
+                f"got q {tuple(q.shape)}"
             )
         if self.reads_input and (x is None or x.shape != (q.shape[0], q.shape[2], self.width)):
             given = "none" if x is None else f"shape {tuple(x.shape)}"

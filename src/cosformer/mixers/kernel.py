@@ -1,12 +1,13 @@
-"""Kernel mixers: features of q times features of k, at linear cost, all through ops.linear.
+"""Kernel mixers: features of q times features of k, at linear cost, through ops.linear and its backends.
 
-    out_i = sum_j s_ij v_j / sum_j s_ij      s_ij = phi(q_i) . phi(k_j) * cos(pi/2 (i - j) / M) * exp(-|A_i -
-                                             A_j|)
+    out_i = sum_j s_ij v_j / sum_j s_ij
+    s_ij  = phi(q_i) . phi(k_j) * cos(pi/2 (i - j) / M) * exp(-|A_i - A_j|)
 
-    cosformer    phi = relu, horizon M, decay            relu          phi = relu, no re-weighting (M
-                 infinite)
-    identity     phi(x) = x                              leaky_relu    phi = leaky_relu
-    elu          phi(x) = elu(x) + 1
+    cosformer     phi = relu, horizon M, decay
+    relu          phi = relu, no re-weighting (M infinite)
+    identity      phi(x) = x
+    leaky_relu    phi = leaky_relu
+    elu           phi(x) = elu(x) + 1
 
 relu, identity and leaky_relu are the cosFormer paper's study of what softmax does (Qin et al., 2022,
 arXiv:2202.08791). The last two have weights of both signs, so their normaliser may come near zero or change
@@ -36,9 +37,7 @@ class Kernel(Mixer):
     """Abstract: a mixer of ops.linear. A subclass names its feature map and the core's options."""
 
     streaming: Admission = True
-    rope: Admission = (
-        "its features are not functions of the dot product, so rotating q and k would not encode distances"
-    )
+    rope: Admission = "its features do not depend on the dot product, so turning q and k says no distance"
     grouped = True
     relu = False  # ReLU inside the core, where it is free
     signed = False  # weights of both signs
@@ -106,9 +105,7 @@ class Kernel(Mixer):
         return self.heads * self.head_dim * self.features_per_size * cosine * (self.head_dim + 1)
 
     def _options(self, length: int, v: Tensor) -> dict[str, Any]:
-        """What the core is told; a named backend is asked for values of a head's size, not for the matrix of
-        weights.
-        """
+        """What the core is told; a named backend need not take the one-hot values of `weights`."""
         backend = self.backend if v.shape[-1] == self.head_dim else None
         core = {"relu": self.relu, "signed": self.signed, "eps": self.eps, "backend": backend}
         return {"horizon": self.horizon_of(length), **core}
@@ -119,8 +116,7 @@ class Kernel(Mixer):
 @register("cosformer-no-cosine", horizon=math.inf)
 @register("cosformer-paper", decay=None)
 class Cosformer(Kernel):
-    """cosFormer (Qin et al., 2022, arXiv:2202.08791): relu features re-weighted by the cosine of the
-    distance, and by decay.
+    """cosFormer (Qin et al., 2022, arXiv:2202.08791): relu features, a cosine of the distance, decay.
 
     horizon       the distance at which a key stops mattering, a number or one per head; None means
                   max_length, "length" the longer side of each call (not for streams), math.inf drops the
@@ -201,9 +197,7 @@ class Identity(Kernel):
 
 @register("leaky_relu")
 class LeakyRelu(Kernel):
-    """phi = leaky_relu: nearly non-negative, which the paper finds to matter. `slope` is that of the negative
-    side.
-    """
+    """phi = leaky_relu, nearly non-negative, as the paper finds to matter; `slope` is the negative side's."""
 
     signed = True
 

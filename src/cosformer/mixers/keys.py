@@ -1,4 +1,4 @@
-"""Keys and values as they are: what softmax keeps of a stream, and any mixer may keep of a source."""
+"""Keys and values kept as they are: what some mixers remember of a stream, and most of a source."""
 
 from dataclasses import dataclass, replace
 
@@ -8,9 +8,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys and values (B, H, S, .) of a stream so far and the place of each; the next token stands at
-    `position`.
-    """
+    """Keys and values (B, H, S, .) of a stream and their places; the next token stands at `position`."""
 
     k: Tensor
     v: Tensor

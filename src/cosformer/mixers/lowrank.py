@@ -1,8 +1,7 @@
 """Low-rank mixers: softmax's N x N matrix through a few projected keys, or through a few landmarks.
 
     linformer    softmax(q (E k)^T) (F v)      E, F (rank, max_length), learned
-    nystrom      softmax(q K^T) softmax(Q K^T)^+ softmax(Q k^T) v      Q, K (m, D), the means of q and k over
-                 m segments
+    nystrom      softmax(q K^T) softmax(Q K^T)^+ softmax(Q k^T) v      Q, K (m, D), means over m segments
 
 Scores are divided by sqrt(D) throughout; ^+ is the pseudo-inverse.
 """
@@ -16,11 +15,10 @@ from . import Mixer, Sizes, register
 
 @register("linformer")
 class Linformer(Mixer):
-    """Linformer (Wang et al., 2020, arXiv:2006.04768): keys and values projected along the sequence to `rank`
-    rows (256, or max_length if that is less), O(N rank).
+    """Linformer (Wang et al., 2020, arXiv:2006.04768): keys and values projected to `rank` rows, O(N rank).
 
-    E and F are shared by the heads. They have a column for each of max_length positions: a shorter source is
-    that one with zeros after it, a longer one is refused.
+    `rank` is 256, or max_length if that is less. E and F are shared by the heads. They have a column for each
+    of max_length positions: a shorter source is that one with zeros after it, a longer one is refused.
     """
 
     causal = "every projected key is a mixture of all positions, later ones too"
@@ -43,8 +41,7 @@ class Linformer(Mixer):
 
 @register("nystrom")
 class Nystrom(Mixer):
-    """Nystromformer (Xiong et al., 2021, arXiv:2102.03902): O(N landmarks), with a depthwise convolution of
-    the values added.
+    """Nystromformer (Xiong et al., 2021, arXiv:2102.03902): O(N landmarks), and a convolution of the values.
 
     The pseudo-inverse is `iterations` steps of a Newton-Schulz scheme of the third order, started for each
     matrix alone (the released code scales by a maximum over the batch, so that rows depend on one another).
@@ -94,14 +91,10 @@ class Nystrom(Mixer):
         return out.to(q.dtype)
 
     def _segments(self, kept: Tensor) -> tuple[Tensor, Tensor]:
-        """The matrix (B, 1, m, N) that averages a row's kept tokens over its segments, and which of the m it
-        uses (B, m).
-        """
+        """The matrix (B, 1, m, N) that averages kept tokens over segments, and which m are used (B, m)."""
         count = kept.sum(-1, keepdim=True)
         m = count.clamp(max=self.landmarks)
-        segment = (
-            (kept.cumsum(-1) - 1) * m // count.clamp_min(1)
-        )  # the r-th of n tokens lies in floor(r m / n)
+        segment = (kept.cumsum(-1) - 1) * m // count.clamp_min(1)  # token r of n lies in floor(r m / n)
         number = torch.arange(min(self.landmarks, kept.shape[1]), device=kept.device)[:, None]
         member = ((segment[:, None] == number) & kept[:, None]).float()
         return (member / member.sum(-1, keepdim=True).clamp_min(1))[:, None], number.T < m

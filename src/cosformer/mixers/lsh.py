@@ -1,8 +1,7 @@
 """Reformer: softmax over the keys that fall into the query's hash bucket, found by sorting.
 
     out_i = sum_{j in A_i} exp(s_ij) v_j / sum_{j in A_i} exp(s_ij)      s_ij = q_i . q_j / |q_j|
-    A_i   = the j that in some round share i's bucket and are at most C places away when sorted by bucket and
-          position
+    A_i   = the j that in some round share i's bucket, at most C places away if sorted by bucket and position
     bucket(x) = argmax [x R, -x R],  R ~ N(0, I), one per round
 
 A round gives every pair the share 1 / (rounds in which it meets), so the rounds together are one softmax over
@@ -27,8 +26,7 @@ SELF = -1e5  # the bias of a token's own score: nothing beside any other key, ev
 
 @register("reformer")
 class Reformer(Mixer):
-    """Reformer (Kitaev et al., 2020, arXiv:2001.04451): queries are keys too, by their directions, and k is
-    not read.
+    """Reformer (Kitaev et al., 2020, arXiv:2001.04451): the queries' directions are the keys; k is not read.
 
     rounds    hashes that must all miss for a neighbour to be lost
     chunk     C, the places of the sorted order that a token sees on each side (causal: before it)
@@ -105,20 +103,15 @@ class Reformer(Mixer):
 
 
 def _meet(code: Tensor, i: Tensor, j: Tensor, reach: int) -> Tensor:
-    """Which pairs of positions i (B, H, R, n, C) and j (B, H, R, n, K) have codes (B, H, R, N) at most
-    `reach` apart.
-    """
-    code = F.pad(
-        code, (0, 1), value=torch.iinfo(code.dtype).max // 2
-    )  # position N, `_around`'s fill, meets nobody
+    """Which of i (B, H, R, n, C) and j (B, H, R, n, K) have codes (B, H, R, N) at most `reach` apart."""
+    nobody = torch.iinfo(code.dtype).max // 2
+    code = F.pad(code, (0, 1), value=nobody)  # position N, `_around`'s fill
     mine, theirs = (code.gather(-1, at.flatten(3)).view(at.shape) for at in (i, j))
     return (mine[..., None] - theirs[..., None, :]).abs() <= reach
 
 
 def _around(x: Tensor, causal: bool, *, fill: int) -> Tensor:
-    """Each chunk with the one before it and, unless causal, the one after it: (B, H, R, n, C, ...) -> (.., n,
-    K, ...).
-    """
+    """Each chunk and that before and, unless causal, after it: (B, H, R, n, C, ...) -> (.., n, K, ...)."""
     ends = torch.full_like(x[:, :, :, :1], fill)
     before, after = torch.cat([ends, x[:, :, :, :-1]], 3), torch.cat([x[:, :, :, 1:], ends], 3)
     return torch.cat([before, x] if causal else [before, x, after], 4)

@@ -16,9 +16,7 @@ CHUNK = 256  # queries at a time: the scores held are CHUNK x S, not L x S
 
 @register("polynomial")
 class Polynomial(Mixer):
-    """The power `degree` of the scores, scaled (Saratchandran et al., 2024, arXiv:2410.18613): O(N^2)
-    time.
-    """
+    """The power `degree` of the scores, scaled: O(N^2) (Saratchandran et al., 2024, arXiv:2410.18613)."""
 
     def __init__(self, sizes: Sizes, *, degree: int = 3):
         super().__init__(sizes)

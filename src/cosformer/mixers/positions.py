@@ -1,14 +1,13 @@
-"""Positional companions: changes of q and k that make their product depend on the distance (NAME+rope).
+"""Positional companions, after a + in a mixer's name: changes of q and k that make q . k tell the distance.
 
-    rope        q_m . k_n -> (R_m q_m) . (R_n k_n) = q_m . R_(n-m) k_n                 (Su et al., 2021,
-                arXiv:2104.09864)
+    rope        q_m . k_n -> (R_m q_m) . (R_n k_n) = q_m . R_(n-m) k_n
     sine_spe    q_m . k_n -> E = sum_d q_md k_nd P_d(m - n),   P_d(t) = sum_s a_ds^2 cos(2 pi f_ds t + b_ds)
-    conv_spe    the same with P_d(t) = sum_p x_d(p) y_d(p - t) for filters x, y        (Liutkus et al., 2021,
-                arXiv:2105.08399)
+    conv_spe    the same with P_d(t) = sum_p x_d(p) y_d(p - t) for filters x, y
 
-SPE gives each position a random vector with that covariance, so q and k stay separate factors and linear
-mixers can use it. One draw is exact only in the mean: its error falls with the square root of the
-realisations, here as many as head_dim, so that shapes stay.
+Rotary positions are by Su et al. (2021, arXiv:2104.09864), stochastic positional encoding (SPE) by Liutkus et
+al. (2021, arXiv:2105.08399). SPE gives each position a random vector with that covariance, so q and k stay
+separate factors and linear mixers can use it. One draw is exact only in the mean: its error falls with the
+square root of the realisations, here as many as head_dim, so that shapes stay.
 """
 
 import math
@@ -51,9 +50,7 @@ class Rope(nn.Module):
 
 
 def _tables(*of) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (count, size / 2) of the angles of positions start, start + 1, ..., kept while torch
-    runs eagerly.
-    """
+    """Cosine and sine (count, size / 2) of the angles from position start on, kept if torch runs eagerly."""
     tracing = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
     return _angles(*of) if tracing else _kept_angles(*of)
 
@@ -70,11 +67,12 @@ _kept_angles = lru_cache(maxsize=16)(_angles)  # every layer of a model asks for
 
 
 class SineSPE(nn.Module):
-    """Stochastic positional encoding by sines with learned frequencies f, offsets b and gains a, per head and
-    dimension.
+    """SPE by sines with learned frequencies f, offsets b and gains a, per head and dimension.
 
-    q_m becomes sum_d q_md Q_d(m), with Q_d(m) = sum_s a_ds (cos(2 pi f_ds m + b_ds) z_ds + sin(2 pi f_ds m +
-    b_ds) z'_ds) / sqrt(R) and z ~ N(0, I_R); the same for k without the offsets b.
+        q_m -> sum_d q_md Q_d(m)      z, z' ~ N(0, I_R)
+        Q_d(m) = sum_s a_ds (cos(2 pi f_ds m + b_ds) z_ds + sin(2 pi f_ds m + b_ds) z'_ds) / sqrt(R)
+
+    and the same for k without the offsets b.
     """
 
     kind = "spe"
@@ -109,19 +107,16 @@ class SineSPE(nn.Module):
     def _encode(self, x: Tensor, start: int, shift: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         at = torch.arange(start, start + x.shape[2], dtype=torch.float64, device=x.device)[:, None, None]
-        angle = (2 * math.pi * self.frequency.double()[:, None] * at + shift.double()[:, None]).to(
-            dtype
-        )  # (H, N, D, sines)
+        angle = 2 * math.pi * self.frequency.double()[:, None] * at + shift.double()[:, None]
+        angle = angle.to(dtype)  # (H, N, D, sines)
         wave = torch.stack([angle.cos(), angle.sin()], -1) * self.gain.to(dtype)[:, None, :, :, None]
-        spread = (
-            x.to(dtype)[..., None, None] * wave
-        )  # (B, H, N, D, sines, 2): the noise is never spread over positions
-        return (spread.flatten(3) @ (self.noise.to(dtype) / math.sqrt(x.shape[-1])).flatten(1, 3)).to(x.dtype)
+        noise = self.noise.to(dtype) / math.sqrt(x.shape[-1])  # never spread over positions, as x is:
+        spread = x.to(dtype)[..., None, None] * wave  # (B, H, N, D, sines, 2)
+        return (spread.flatten(3) @ noise.flatten(1, 3)).to(x.dtype)
 
 
 class ConvSPE(nn.Module):
-    """Stochastic positional encoding by convolution: white noise along the positions, through learned filters
-    x and y.
+    """SPE by convolution: white noise along the positions, through learned filters x and y.
 
     q_m becomes sum_d q_md Q_d(m), with Q_d(m) = sum_p x_d(p) z_d(m - p) / sqrt(R), and k likewise with y;
     distances beyond the filters have no covariance. The noise (max_length, D, R) is shared by the heads and
@@ -160,17 +155,16 @@ class ConvSPE(nn.Module):
         N, D = x.shape[2:]
         if start + N > self.max_length:
             raise ValueError(
-                f"conv_spe has noise for max_length = {self.max_length} positions; got positions up "
-                f"to {start + N}"
+                f"conv_spe has noise for max_length = {self.max_length} positions; "
+                f"got positions up to {start + N}"
             )
         dtype = torch.promote_types(x.dtype, torch.float32)
         generator = torch.Generator().manual_seed(int(self.seed))
-        noise = torch.randn(
-            self.max_length + self.taps - 1, D, D, generator=generator
-        )  # position p has row p + taps - 1
+        rows = self.max_length + self.taps - 1  # position p has row p + taps - 1
+        noise = torch.randn(rows, D, D, generator=generator)
         noise = noise[start : start + N + self.taps - 1].to(x.device, dtype) / math.sqrt(D)
         out = torch.zeros_like(x, dtype=dtype)
         for p in range(self.taps):  # one tap at a time: the filtered noise (H, N, D, R) is never held
-            rows = noise[self.taps - 1 - p : self.taps - 1 - p + N]
-            out = out + torch.einsum("bhnd,ndr->bhnr", x.to(dtype) * taps[:, None, :, p].to(dtype), rows)
+            near = noise[self.taps - 1 - p : self.taps - 1 - p + N]
+            out = out + torch.einsum("bhnd,ndr->bhnr", x.to(dtype) * taps[:, None, :, p].to(dtype), near)
         return out.to(x.dtype)

@@ -1,9 +1,9 @@
 """Random-feature mixers: softmax's kernel as the mean of a product of random features, at linear cost.
 
-    performer    exp(x . y) = E_w[ exp(w.x - |x|^2/2) exp(w.y - |y|^2/2) ]             w ~ N(0, I), positive
-                 features
-    rfa          exp(-s^2 |x - y|^2 / 2) = E_w[ sin(w.x) sin(w.y) + cos(w.x) cos(w.y) ]     w ~ N(0, s^2 I),
-                 |x| = |y| = 1
+    performer    exp(x . y) = E_w[ exp(w.x - |x|^2/2) exp(w.y - |y|^2/2) ]                  w ~ N(0, I)
+    rfa          exp(-s^2 |x - y|^2 / 2) = E_w[ sin(w.x) sin(w.y) + cos(w.x) cos(w.y) ]     w ~ N(0, s^2 I)
+
+performer's features are positive; rfa's are those of directions, |x| = |y| = 1.
 
 The draws are buffers: drawn from the option `seed`, saved with the module, and replaced by `redraw`.
 """
@@ -23,9 +23,7 @@ TINY = 1e-20  # the smallest normaliser of positive features: their sums may be 
 
 
 def orthogonal(rows: int, size: int, generator: torch.Generator | None = None) -> Tensor:
-    """(rows, size) Gaussian vectors, orthogonal within every `size` of them; each alone is exactly N(0,
-    I).
-    """
+    """(rows, size) Gaussian vectors, orthogonal within every `size` of them; each alone is N(0, I)."""
     blocks = []
     for _ in range(-(-rows // size)):
         basis, r = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
@@ -36,9 +34,7 @@ def orthogonal(rows: int, size: int, generator: torch.Generator | None = None) -
 
 @dataclass(frozen=True)
 class Shifted:
-    """A stream's state whose sums are scaled by exp(-shift), shift (B, Hk, 1) being the largest exponent seen
-    so far.
-    """
+    """A state whose sums are scaled by exp(-shift); shift (B, Hk, 1) is the largest exponent seen so far."""
 
     state: State
     shift: Tensor
@@ -54,8 +50,7 @@ class Shifted:
 
 @register("performer")
 class Performer(Mixer):
-    """Performer, FAVOR+ (Choromanski et al., 2021, arXiv:2009.14794): softmax's weights by positive
-    orthogonal features.
+    """Performer, FAVOR+ (Choromanski et al., 2021, arXiv:2009.14794): softmax by positive features.
 
         s_ij = phi(q_i) . phi(k_j)      phi(x) = exp(W y - |y|^2 / 2) / sqrt(F)      y = x / D^(1/4)
 
@@ -120,8 +115,7 @@ class Performer(Mixer):
     def _running(
         self, k: Tensor, key_mask: Tensor | None, before: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The keys' features under the running maximum m, the rates m_t - m_(t-1) per query head, and the
-        last m.
+        """The keys' features under the running maximum m, the rates m_t - m_(t-1) by query head, the last m.
 
         Until the first unmasked key there is no maximum and nothing to scale: m is then that key's (0 if
         there is none).
@@ -138,11 +132,10 @@ class Performer(Mixer):
 
 @register("rfa")
 class RandomFeatureAttention(Mixer):
-    """Random Feature Attention (Peng et al., 2021, arXiv:2103.02143): softmax of directions by sines and
-    cosines, or gated.
+    """Random Feature Attention (Peng et al., 2021, arXiv:2103.02143): softmax of directions, or gated.
 
-        s_ij = phi(q_i) . phi(k_j)      phi(x) = [sin(W y), cos(W y)] / sqrt(F)      y = sigma * x / |x|,  W ~
-                                        N(0, I)
+        s_ij = phi(q_i) . phi(k_j)      phi(x) = [sin(W y), cos(W y)] / sqrt(F)
+        y    = sigma * x / |x|          W ~ N(0, I)
 
     sigma, one number per head and dimension, is learned from the option's value. Sums may be negative by
     chance, so the normaliser is kept away from zero on its own side. With `gate`, causally,
@@ -150,8 +143,7 @@ class RandomFeatureAttention(Mixer):
         [S_t, z_t] = g_t [S_(t-1), z_(t-1)] + (1 - g_t) phi(k_t) [v_t, 1]^T        g_t = sigmoid(w . k_t + b)
 
     which is the core's decay with rates -log g_t and keys scaled by 1 - g_t. The paper's gate reads the
-    layer's input; a mixer sees q, k and v only, so this one reads the head's key. b starts at 2: g = 0.88, a
-    memory of about eight tokens.
+    layer's input; this one reads the head's key. b starts at 2: g = 0.88, a memory of about eight tokens.
     """
 
     streaming = True
@@ -222,9 +214,7 @@ def _generator(seed: int | None) -> torch.Generator | None:
 def _aligned(
     length: int, k: Tensor, v: Tensor, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As many keys as queries, which rates per position need: keys no query may see are cut, missing ones are
-    masked.
-    """
+    """As many keys as queries, as rates per position need: those unseen are cut, missing ones masked."""
     k, v, key_mask = k[:, :, :length], v[:, :, :length], None if key_mask is None else key_mask[:, :length]
     if missing := length - k.shape[2]:
         kept = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask

@@ -14,9 +14,7 @@ from .keys import extend
 
 @register("softmax")
 class Softmax(Mixer):
-    """Scaled dot-product attention (Vaswani et al., 2017, arXiv:1706.03762), by torch. Its state is the
-    key-value cache.
-    """
+    """Scaled dot-product attention (Vaswani et al., 2017, arXiv:1706.03762); it keeps all keys and values."""
 
     streaming = True
     layer_type = "full_attention"
@@ -31,9 +29,8 @@ class Softmax(Mixer):
 
     def step(self, q, k, v, state, *, x, key_mask):
         keys = extend(state, k, v, key_mask)
-        if keys.key_mask is None and (
-            state is None or q.shape[2] == 1
-        ):  # a first or a last token needs no mask
+        ends = state is None or q.shape[2] == 1  # a beginning, or one last token, which needs no mask
+        if keys.key_mask is None and ends:
             return F.scaled_dot_product_attention(q, keys.k, keys.v, is_causal=state is None), keys
         allowed = keys.at <= keys.at[-q.shape[2] :, None]
         if keys.key_mask is not None:

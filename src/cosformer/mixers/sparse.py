@@ -1,12 +1,9 @@
 """Sparse mixers: softmax over a pattern of keys fixed by position, computed block by block.
 
-    local      |i - j| <= w, or either of i, j global                 Longformer (Beltagy et al., 2020,
-               arXiv:2004.05150)
-    sparse     strided: |i - j| <= l or (i - j) mod l = 0             Sparse Transformer (Child et al., 2019,
-               arXiv:1904.10509)
+    local      |i - j| <= w, or either of i, j global                 Longformer
+    sparse     strided: |i - j| <= l or (i - j) mod l = 0             Sparse Transformer
                fixed:   i, j in one block of l, or j mod l >= l - c
-    bigbird    blocks: neighbours, global ones, a few random ones     BigBird (Zaheer et al., 2020,
-               arXiv:2007.14062)
+    bigbird    blocks: neighbours, global ones, a few random ones     BigBird
 
 Causal means j <= i on top. Patterns count positions from the first row, so padding belongs on the right.
 """
@@ -25,11 +22,10 @@ ONE_SEQUENCE = "its pattern is laid out on the positions of one sequence"
 
 @register("local")
 class Local(Mixer):
-    """Sliding window of `window` keys on each side; the first `globals` tokens see and are seen by all. O(N
-    window).
+    """Longformer (Beltagy et al., 2020, arXiv:2004.05150): `window` keys on each side, O(N window).
 
-    Longformer gives its global tokens projections of their own; a mixer has none, so here they share the
-    others'.
+    The first `globals` tokens see and are seen by all. Longformer gives them projections of their own; a
+    mixer has none, so here they share the others'.
     """
 
     cross = ONE_SEQUENCE
@@ -60,9 +56,7 @@ class Local(Mixer):
                 attend(rows, k[:, :, None, :g], v[:, :, None, :g], _past(_keys(key_mask, g, q), i, j, causal))
             )
         out = join(merge(*parts), L)
-        if (
-            g and not causal
-        ):  # causally a global token sees its past, which is global: the parts above have all of it
+        if g and not causal:  # causally its past is global too, and in the parts above
             seen, _ = attend(q[:, :, :g], k, v, _keys(key_mask, L, q).squeeze(2))
             out = torch.cat([seen, out[:, :, g:]], 2)
         return out.to(q.dtype)
@@ -83,8 +77,7 @@ class Local(Mixer):
 
 @register("sparse")
 class Sparse(Mixer):
-    """Sparse Transformer (Child et al., 2019, arXiv:1904.10509): a head attends to the union of its pattern's
-    two factors.
+    """Sparse Transformer (Child et al., 2019, arXiv:1904.10509): the union of a pattern's two factors.
 
         strided    A1 = {j : |i - j| <= l}                     A2 = {j : (i - j) mod l = 0}
         fixed      A1 = {j : floor(j / l) = floor(i / l)}      A2 = {j : j mod l >= l - c}
@@ -126,9 +119,8 @@ class Sparse(Mixer):
         index = _neighbours(n, causal, i.device)
         j, there = places(index, inside)
         lag = i - j[:, :, :, None]
-        allowed = (
-            (lag.abs() <= C) & (lag % C != 0) & there[:, :, :, None]
-        )  # multiples of the stride are the other part's
+        # Multiples of the stride are the other part's.
+        allowed = (lag.abs() <= C) & (lag % C != 0) & there[:, :, :, None]
         window = attend(rows, take(keys, index), take(values, index), _past(allowed, i, j, causal))
         # Down the columns: position b C + c meets b' C + c. One attention per column c, of n rows.
         down = inside.transpose(1, 2)[:, None, :, None, :]  # (B, 1, C, 1, n)
@@ -150,8 +142,7 @@ class Sparse(Mixer):
 
 @register("bigbird")
 class BigBird(Mixer):
-    """BigBird (Zaheer et al., 2020, arXiv:2007.14062), blocks of `block` tokens: O(N block (window + globals
-    + random)).
+    """BigBird (Zaheer et al., 2020, arXiv:2007.14062), of blocks: O(N block (window + globals + random)).
 
     A block sees `window` blocks around it (an odd number, itself the middle), the global blocks, and `random`
     others drawn per head and block; a global block sees everything. `global_blocks` counts from the end where
@@ -176,8 +167,8 @@ class BigBird(Mixer):
         super().__init__(sizes)
         if block < 1 or window < 1 or window % 2 == 0 or random < 0:
             raise ValueError(
-                f"block must be at least 1, window odd, random 0 or more; got block {block}, window "
-                f"{window}, random {random}"
+                "block must be at least 1, window odd, random 0 or more; "
+                f"got block {block}, window {window}, random {random}"
             )
         self.block, self.window, self.global_blocks = block, window, tuple(global_blocks)
         # Numbers below 2^31, not blocks: scaled to the blocks a row has, they are a draw for every length, in
@@ -192,14 +183,14 @@ class BigBird(Mixer):
         self.draw.copy_(torch.randint(2**31, self.draw.shape, generator=generator))
 
     def pattern(self, inside: Tensor) -> tuple[Tensor, Tensor]:
-        """The global blocks (B, g) and each query block's key blocks (B, H, n, W), -1 for none; `inside` is
-        from `kept`.
+        """The global blocks (B, g), and each query block's key blocks (B, H, n, W); -1 is none.
+
+        `inside` is from `kept`.
         """
         n = inside.shape[1]
         block = torch.arange(n, device=inside.device)
-        count = (
-            (inside.any(-1) * (block + 1)).amax(1).view(-1, 1, 1, 1)
-        )  # the blocks of each row, up to its last key
+        last = (inside.any(-1) * (block + 1)).amax(1)
+        count = last.view(-1, 1, 1, 1)  # the blocks of each row, up to its last key
         lead = torch.tensor(self.global_blocks, dtype=torch.int64, device=inside.device).view(1, 1, 1, -1)
         lead = torch.where(lead < 0, lead + count, lead)
         twice = (lead[..., None] == lead[..., None, :]).tril(-1).any(-1)
@@ -246,9 +237,7 @@ def _neighbours(n: int, causal: bool, device: torch.device) -> Tensor:
 
 
 def _past(allowed: Tensor, i: Tensor, j: Tensor, causal: bool) -> Tensor:
-    """What of `allowed` (.., n, C, K) causality leaves, for queries at i (n, C, 1) and keys at j (.., n or 1,
-    K).
-    """
+    """What causality leaves of `allowed` (.., n, C, K): queries at i (n, C, 1), keys at j (.., n or 1, K)."""
     return allowed & (j[..., None, :] <= i) if causal else allowed
 
 
