@@ -385,8 +385,8 @@ def test_the_plan_is_said_before_anything_is_done(monkeypatch, capsys):
     assert "lm                 10 mixers: Language model on bytes" in lines[2]
     compare.main(["--full", "--data", "sets", "--subjects", "wikitext2-lm", "cost"])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "9 cells, as long as it takes; results in runs/compare-full"
-    assert "3 mixers x 3 seeds x 1,000 steps, the best of 3 rates" in lines[2]
+    assert lines[0] == "12 cells, as long as it takes; results in runs/compare-full"
+    assert "4 mixers x 3 seeds x 1,000 steps, the best of 3 rates" in lines[2]
 
 
 def test_the_subjects_of_the_evidence_can_be_had():

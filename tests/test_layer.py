@@ -12,6 +12,7 @@ from cosformer import mixers
 from cosformer.layer import Interior, ShortConvolution
 from cosformer.mixers import build
 from cosformer.ops.convolution import short_convolution
+from cosformer.ops.norm import rms_norm
 
 HEADS, KV_HEADS, DIM, WIDTH, LENGTH = 4, 2, 8, 20, 33
 # A mixer of each kind of state: sums, sums scaled by a running maximum, keys and values, a window of them.
@@ -127,6 +128,41 @@ def test_a_convolution_starts_as_the_identity(width, centred):
     assert not torch.equal(conv(x), x)
     conv.reset_parameters()
     assert torch.equal(conv(x), x)
+
+
+# The norm
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 7), (3, 5, 33), (2, 700, 4, 16), (2, 0, 8)])
+@pytest.mark.parametrize("strided", [False, True])
+def test_the_norm_is_its_definition(shape, dtype, strided):
+    """Outputs and gradients, in every dtype, of rows that lie one after another or do not."""
+
+    def definition(x, w):
+        return w * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+    x, dout = (torch.randn(*shape[:-1], 2 * shape[-1]).to(dtype)[..., :: 1 + strided] for _ in range(2))
+    x, dout = x[..., : shape[-1]], dout[..., : shape[-1]]
+    weight = torch.randn(shape[-1])
+    want, want_grads = value_and_grads(definition, [x.double(), weight.double()], dout)
+    out, grads = value_and_grads(lambda x, w: rms_norm(x, w, 1e-6), [x, weight], dout)
+    assert out.dtype == dtype and grads[1].dtype == torch.float32
+    close = {torch.float64: 1e-6, torch.float32: 1e-5}.get(dtype, 2 * torch.finfo(dtype).eps)
+    for got, exactly in zip((out, *grads), (want, *want_grads), strict=True):
+        size = exactly.abs().max().item() if exactly.numel() else 0.0
+        assert_close(got.double(), exactly, rtol=close, atol=close * size)
+
+
+def test_a_norm_of_nothing_but_zeros_is_zero_and_nan_stays():
+    x = torch.zeros(2, 40, requires_grad=True)
+    out = rms_norm(x, torch.ones(40), 1e-6)
+    (grad,) = torch.autograd.grad(out.sum(), x)
+    assert torch.equal(out, x) and grad.isfinite().all()
+    assert rms_norm(torch.tensor([[1.0, math.nan], [3.0, 4.0]]), torch.ones(2), 1e-6).isnan().tolist() == [
+        [True, True],
+        [False, False],
+    ]
 
 
 # Whole sequences

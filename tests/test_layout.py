@@ -40,7 +40,7 @@ ORDER = {
         "call",
         "checks packing",
         "operator _native _torch",
-        "convolution",
+        "convolution norm",
         "state",
         "linear",
         "cosformer",

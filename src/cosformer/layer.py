@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .decay import Gate
 from .mixers import Mixer, weights
 from .ops.convolution import short_convolution
+from .ops.norm import rms_norm
 
 
 @dataclass(frozen=True)
@@ -96,6 +96,7 @@ class Interior(nn.Module):
             options = {"width": width, "centred": centred, **made}
             self.conv = nn.ModuleDict({name: ShortConvolution(c, **options) for name, c in channels.items()})
         normed = mixer.qk_norm if qk_norm is None else qk_norm
+        self.norm_eps = norm_eps
         self.q_norm = nn.RMSNorm(size, eps=norm_eps, **made) if normed else None
         self.k_norm = nn.RMSNorm(size, eps=norm_eps, **made) if normed else None
         self.gate = Gate(mixer.width, heads * size, **made) if output_gate else None
@@ -165,18 +166,14 @@ class Interior(nn.Module):
             q, k, v = (conv(t, b, cu_seqlens) for conv, t, b in parts)
         q, k, v = (t.unflatten(-1, (-1, self.mixer.head_dim)) for t in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
-            q, k = _normed(self.q_norm, q), _normed(self.k_norm, k)
+            q = rms_norm(q, self.q_norm.weight, self.norm_eps)
+            k = rms_norm(k, self.k_norm.weight, self.norm_eps)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
     def gated(self, out: Tensor, x: Tensor) -> Tensor:
         """(B, H, L, E) -> (B, L, H E), through the output gate."""
         out = out.transpose(1, 2).flatten(2)
         return out if self.gate is None else out * torch.sigmoid(self.gate(x))
-
-
-def _normed(norm: nn.RMSNorm, x: Tensor) -> Tensor:
-    """In the dtype of x, which under autocast is not that of the weight."""
-    return F.rms_norm(x, norm.normalized_shape, norm.weight.to(x.dtype), norm.eps)
 
 
 def _masked(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

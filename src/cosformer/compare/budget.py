@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 
 from ..train import models
-from .plan import EVALUATIONS, SEARCHED, Subject
+from .plan import EVALUATIONS, Subject
 from .quality import Cell, task_of
 
 SHARE_OF_COST = 0.15  # of the minutes there are
@@ -45,7 +45,8 @@ def cell_seconds(subject: Subject, step: float, steps: int) -> float:
     if not step:
         return 0.0
     scored = (EVALUATIONS + 1) * subject.eval_examples + 2 * subject.test_examples
-    search = len(subject.rates) * (steps // SEARCHED) if len(subject.rates) > 1 else 0
+    several = len(subject.rates) > 1 and subject.search_on is None
+    search = len(subject.rates) * subject.searched * steps if several else 0
     before = (subject.pretrain or {}).get("max_steps", 0)
     return STARTING + step * (steps + search + before + scored / subject.batch / 3)
 

@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from ..train import models
 from ..train.progress import clock
 from . import budget, looks
 from .board import Board
-from .plan import SEARCHED, Subject
+from .plan import Subject
 from .quality import Cell, searched, task_of, trained
 
 SIZE = "tiny"  # of the models whose cost is measured
@@ -112,7 +112,8 @@ class Comparison:
         if len(rates) == 1 or cell.problem(cell.run(steps, rates[0])):
             return rates[0]
         found: dict[float, Search] = {}
-        short = max(1, steps // SEARCHED)
+        cell = replace(cell, subject=cell.subject.search_on or cell.subject)
+        short = max(1, round(cell.subject.searched * steps))
         for row in of(self.results.rows, Search):
             if (row.subject, row.mixer, row.steps) == (cell.subject.name, cell.mixer, short):
                 found[row.rate] = row

@@ -7,8 +7,9 @@ and on what each block adds.
 
 import torch
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaModel
+from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaModel, LlamaRMSNorm
 
+from ..ops.norm import rms_norm
 from .packing import packed_boundaries
 from .pretrained import CosformerPreTrained, attend, check_cache, check_padding_mask, interior, refuse_weights
 
@@ -50,6 +51,13 @@ class CosformerMLP(LlamaMLP):
         return self.dropout(super().forward(x))
 
 
+class CosformerRMSNorm(LlamaRMSNorm):
+    """Llama's norm, in one pass over memory."""
+
+    def forward(self, hidden_states: Tensor) -> Tensor:
+        return rms_norm(hidden_states, self.weight, self.variance_epsilon)
+
+
 class CosformerStack(CosformerPreTrained, LlamaModel):
     """Embeddings, blocks, a last norm."""
 
@@ -57,6 +65,8 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
         super().__init__(config)
         for i, layer in enumerate(self.layers):
             layer.self_attn, layer.mlp = CosformerSelfAttention(config, i), CosformerMLP(config)
+            layer.input_layernorm, layer.post_attention_layernorm = self.new_norm(), self.new_norm()
+        self.norm = self.new_norm()
         if config.positions == "learned":
             self.embed_positions = nn.Embedding(config.max_position_embeddings, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
@@ -98,6 +108,9 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
             cu_seqlens=boundaries,
             **kwargs,
         )
+
+    def new_norm(self) -> CosformerRMSNorm:
+        return CosformerRMSNorm(self.config.hidden_size, eps=self.config.rms_norm_eps)
 
     def position_vectors(self, inputs: Tensor, position_ids: Tensor | None, cache) -> Tensor:
         most = self.embed_positions.num_embeddings

@@ -167,12 +167,12 @@ class Mixer(nn.Module):
 
     def refuse(self, *, causal: bool = False, cross: bool = False) -> None:
         """Raise ValueError with the reason if this mixer does not do what is asked."""
+        if cross:
+            self._admit("cross", "attention to another sequence")
         if causal:
             self._admit("causal", "causal attention")
         else:
             self._admit("bidirectional", "bidirectional attention")
-        if cross:
-            self._admit("cross", "attention to another sequence")
 
     def _admit(self, what: str, said: str) -> None:
         if (reason := getattr(self, what)) is not True:

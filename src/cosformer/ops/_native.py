@@ -9,11 +9,13 @@ import logging
 import os
 import struct
 import sys
-from functools import cache
+from functools import cache, reduce
 from pathlib import Path
 
 import torch  # before the kernel is loaded, so that both use the OpenMP runtime that torch brings
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .call import Backend, Call, Grads, Inputs, Outputs, Upstream, projected, theta
 
@@ -23,7 +25,9 @@ _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CALL = struct.Struct("=13qd6q5q24qq12q")  # struct cosformer_call
 _GRADS = struct.Struct("=36q2q")  # struct cosformer_grads
 _CONVOLUTION = struct.Struct("=8q12q2q")  # struct cosformer_convolution_call
+_NORM = struct.Struct("=3qdq24qq")  # struct cosformer_norm_call
 _ABSENT = (0,) * 6  # a tensor that is not there
+_ABI = reduce(lambda abi, struct: 1000 * abi + struct.size, (_CALL, _GRADS, _CONVOLUTION, _NORM), 0)
 _CPU = torch.device("cpu")
 
 _log = logging.getLogger("cosformer")
@@ -49,7 +53,7 @@ class _Kernel:
         self.isa = isa
         library = ctypes.CDLL(str(_path(isa)))
         library.cosformer_abi.restype = ctypes.c_int64
-        if library.cosformer_abi() != (_CALL.size * 1000 + _GRADS.size) * 1000 + _CONVOLUTION.size:
+        if library.cosformer_abi() != _ABI:
             raise RuntimeError(
                 f"{_path(isa)} was built from other sources than this module; install the package again"
             )
@@ -57,7 +61,9 @@ class _Kernel:
         self.forward = library.cosformer_forward
         self.backward = library.cosformer_backward
         self.convolution = library.cosformer_convolution
-        self.supports.argtypes = self.forward.argtypes = self.convolution.argtypes = [ctypes.c_char_p]
+        self.norm = library.cosformer_norm
+        for function in (self.supports, self.forward, self.convolution, self.norm):
+            function.argtypes = [ctypes.c_char_p]
         self.backward.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
 
 
@@ -217,22 +223,25 @@ def backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> Grads:
     return Grads(dq.to(x.q.dtype), dk.to(x.k.dtype), dv.to(x.v.dtype), ddecay, dstate)
 
 
-# The short convolution of a layer (ops/convolution.py)
+# What else a layer does to rows (ops/convolution.py, ops/norm.py)
 
 
-def convolves(x: torch.Tensor) -> bool:
-    """Whether the kernel takes this tensor (B, L, C)."""
-    return x.is_cpu and x.dtype in _DTYPES and not x.is_neg() and not isinstance(_loaded(), str)
+def takes(x: Tensor) -> bool:
+    """Whether the kernel takes this tensor now: where torch traces or maps, its own operations do."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or is_functorch_wrapped_tensor(x):
+        return False
+    ours = type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu and x.dtype in _DTYPES
+    return ours and x.numel() > 0 and not x.is_neg() and not isinstance(_loaded(), str)
 
 
-def convolve(x, taps, ahead, boundaries) -> torch.Tensor:
+def convolve(x, taps, ahead, boundaries) -> Tensor:
     """x (B, L, C) with taps (width, C), in float32, -> (B, L, C)."""
     y = torch.empty(x.shape, dtype=x.dtype)
     _check(_kernel().convolution(_convolution(x, y, len(taps), ahead, boundaries, taps, None)))
     return y
 
 
-def convolution_weight_gradient(x, dy, width, ahead, boundaries) -> torch.Tensor:
+def convolution_weight_gradient(x, dy, width, ahead, boundaries) -> Tensor:
     """The gradient (width, C) of the taps, in float32."""
     parts = torch.zeros((torch.get_num_threads(), width, x.shape[2]), dtype=torch.float32)
     _check(_kernel().convolution(_convolution(x, dy, width, ahead, boundaries, None, parts)))
@@ -245,6 +254,28 @@ def _convolution(x, y, width, ahead, boundaries, taps, parts) -> bytes:
     tensors = [(t.data_ptr(), _DTYPES[t.dtype], t.stride(0), 0, t.stride(1), t.stride(2)) for t in (x, y)]
     pointers = (0 if t is None else t.data_ptr() for t in (taps, parts))
     return _CONVOLUTION.pack(B, L, C, width, ahead, threads, *sequences, *tensors[0], *tensors[1], *pointers)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The RMS norm of rows (n, D)."""
+    y = torch.empty(x.shape, dtype=x.dtype)
+    _check(_kernel().norm(_norm(x, weight, eps, y, None, None, None)))
+    return y
+
+
+def norm_gradients(x: Tensor, weight: Tensor, eps: float, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Of x and, in float32, of the weight."""
+    dx = torch.empty(x.shape, dtype=x.dtype)
+    parts = torch.zeros((torch.get_num_threads(), x.shape[1]), dtype=torch.float32)
+    _check(_kernel().norm(_norm(x, weight, eps, None, dy, dx, parts)))
+    return dx, parts.sum(0)
+
+
+def _norm(x, weight, eps, y, dy, dx, parts) -> bytes:
+    tensors = [_tensor(None if t is None else t[None, None]) for t in (x, y, dy, dx)]
+    dweight = 0 if parts is None else parts.data_ptr()
+    sizes = (*x.shape, torch.get_num_threads(), eps, weight.data_ptr())
+    return _NORM.pack(*sizes, *(number for t in tensors for number in t), dweight)
 
 
 BACKEND = Backend(forward, backward, ("cpu",), tuple(_DTYPES), range(1, 257), problem, info)

@@ -9,8 +9,6 @@ gradient of x is the same with the taps reversed: dx_t = sum_s w_s dy_(t - ahead
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import _native
 
@@ -30,17 +28,10 @@ def short_convolution(
     """
     if before is not None:
         return _streamed(x, weight, before)
-    if _has_kernel(x):
+    if _native.takes(x):
         boundaries = None if cu_seqlens is None else cu_seqlens.to("cpu", torch.int64).contiguous()
         return _Convolution.apply(x, weight, ahead, boundaries)
     return _plain(x, weight, ahead, cu_seqlens)
-
-
-def _has_kernel(x: Tensor) -> bool:
-    """Whether the native kernel takes x now: where torch traces or maps, its own operations do."""
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or is_functorch_wrapped_tensor(x):
-        return False
-    return type(x) is Tensor and x.numel() > 0 and _native.convolves(x)
 
 
 class _Convolution(torch.autograd.Function):

@@ -108,6 +108,18 @@ typedef struct {
 
 int cosformer_convolution(const cosformer_convolution_call *call);
 
+/* The RMS norm of rows, y = w x / sqrt(mean(x^2) + eps), x being (1, 1, rows, D); with dweight, its gradient instead. */
+typedef struct {
+    int64_t rows, D, threads;
+    double eps;
+    const float *weight;           /* (D,) */
+    cosformer_tensor x, y;
+    cosformer_tensor dy, dx;
+    float *dweight;                /* (threads, D): parts that the caller adds up; or NULL */
+} cosformer_norm_call;
+
+int cosformer_norm(const cosformer_norm_call *call);
+
 /* Both return 0, or 1 when memory ran out. */
 int cosformer_forward(const cosformer_call *call);
 int cosformer_backward(const cosformer_call *call, const cosformer_grads *grads);

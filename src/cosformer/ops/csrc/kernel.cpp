@@ -340,5 +340,8 @@ int run(const cosformer_call &call, const cosformer_grads *grads) try {
 EXPORT int cosformer_forward(const cosformer_call *call) { return run(*call, nullptr); }
 EXPORT int cosformer_backward(const cosformer_call *call, const cosformer_grads *grads) { return run(*call, grads); }
 EXPORT int64_t cosformer_abi(void) {
-    return (sizeof(cosformer_call) * 1000 + sizeof(cosformer_grads)) * 1000 + sizeof(cosformer_convolution_call);
+    int64_t abi = 0;
+    for (int64_t size : {sizeof(cosformer_call), sizeof(cosformer_grads), sizeof(cosformer_convolution_call), sizeof(cosformer_norm_call)})
+        abi = 1000 * abi + size;
+    return abi;
 }

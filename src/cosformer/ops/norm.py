@@ -1,0 +1,44 @@
+"""The RMS norm of the last dimension, in one pass over memory where the native kernel is.
+
+    y = w n      n = r x      r = 1 / sqrt(mean(x^2) + eps)
+
+Backward, with g = w dy: dw = sum dy n and dx = r (g - n mean(g n)).
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import _native
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x (..., D), weight (D,) -> x normed, in the dtype of x; it is computed in float32 or wider."""
+    if _native.takes(x):
+        return _Norm.apply(x, weight, eps)
+    if x.dtype in (torch.float16, torch.bfloat16):
+        return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
+    return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.eps = eps
+        return _native.norm(_rows(x), _scale(weight), eps).view(x.shape)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, dy: Tensor):
+        x, weight = ctx.saved_tensors
+        dx, dweight = _native.norm_gradients(_rows(x), _scale(weight), ctx.eps, _rows(dy.to(x.dtype)))
+        return dx.view(x.shape), dweight.to(weight.dtype), None
+
+
+def _rows(x: Tensor) -> Tensor:
+    return x.detach().reshape(-1, x.shape[-1]).contiguous()
+
+
+def _scale(weight: Tensor) -> Tensor:
+    return weight.detach().float().contiguous()
