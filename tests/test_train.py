@@ -18,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from cosformer import generate, tasks, train
+from cosformer.seal import SEAL, damage, is_sealed
 from cosformer.train import cli, models
 from cosformer.train import run as run_module
 from cosformer.train.build import build_model, build_task, build_trainer
@@ -76,7 +77,7 @@ def steps(out="run", key="loss") -> list[int]:
 
 
 def checkpoints(out="run") -> list[str]:
-    assert all((path / "complete").exists() for path in Path(out).glob("checkpoint-*"))
+    assert all(is_sealed(path) and damage(path) is None for path in Path(out).glob("checkpoint-*"))
     return sorted(path.name for path in Path(out).glob("checkpoint-*"))
 
 
@@ -106,12 +107,9 @@ def whole(tmp_path_factory):
 def test_a_run_leaves_everything_behind():
     result = go()
     assert steps() == [1, 2, 3, 4, 5, 6] and steps(key="eval_accuracy") == [2, 4, 6]
-    best = max(
-        (row["eval_accuracy"], -row["step"])
-        for row in read(Path("run/metrics.jsonl"))
-        if "eval_accuracy" in row
-    )
-    assert (result["validation"]["accuracy"], result["best_step"]) == (best[0], -best[1])
+    scored = [row for row in read(Path("run/metrics.jsonl")) if "eval_accuracy" in row]
+    best = max((row["eval_accuracy"], -row["eval_loss"], row["step"]) for row in scored)
+    assert (result["validation"]["accuracy"], result["best_step"]) == (best[0], best[2])
     assert checkpoints() == sorted({f"checkpoint-{result['best_step']}", "checkpoint-6"} | set(checkpoints()))
     assert len(checkpoints()) == 2
     assert same("run", f"run/checkpoint-{result['best_step']}")
@@ -276,7 +274,7 @@ def test_a_half_written_checkpoint_and_a_half_written_line_are_passed_over(whole
     with pytest.raises(train.Interrupted):
         go(watch=Signal(4))
     shutil.copytree("run/checkpoint-4", "run/checkpoint-5")
-    Path("run/checkpoint-5/complete").unlink()
+    Path("run/checkpoint-5", SEAL).unlink()
     Path("run/checkpoint-5/model.safetensors").write_bytes(b"half")
     with open("run/metrics.jsonl", "a") as file:
         file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')
@@ -450,7 +448,7 @@ def test_a_full_disk_stops_with_a_word_and_the_run_goes_on_later(monkeypatch, fi
         )
 
     def checkpoints_of():
-        return list(Path("run").glob("checkpoint-*/complete"))
+        return [*filter(is_sealed, Path("run").glob("checkpoint-*"))]
 
     def failing(original, place):
         def write(*args, **kwargs):

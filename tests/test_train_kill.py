@@ -95,8 +95,8 @@ def finish(out: Path) -> float:
 
 def states(out: Path) -> str:
     """What a kill found: which checkpoint is last, and whether one was half written."""
-    complete = sorted(int(p.parent.name.split("-")[1]) for p in out.glob("checkpoint-*/complete"))
-    half = sorted(p.name for p in out.glob("checkpoint-*") if not (p / "complete").exists())
+    complete = sorted(int(p.parent.name.split("-")[1]) for p in out.glob("checkpoint-*/checksums.json"))
+    half = sorted(p.name for p in out.glob("checkpoint-*") if not (p / "checksums.json").exists())
     return f"complete {complete}, half written {half}, finished {(out / 'result.json').exists()}"
 
 

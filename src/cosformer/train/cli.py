@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import os
-import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +15,7 @@ from transformers import HfArgumentParser, Seq2SeqTrainingArguments
 from .. import mixers, tasks
 from . import models
 from .dryrun import dry_run
-from .progress import clock, quieten, show
+from .progress import clock, quieten, say, show
 from .run import train as carry_out
 from .scores import evaluate as score
 from .settings import KEYS, TABLES, Run, SettingsError, read_recipe
@@ -217,6 +215,5 @@ def one_line(prog: str) -> Iterator[None]:
         code, said = 130, "stopped at once"
     else:
         return
-    if os.environ.get("RANK", "0") == "0":  # one of the processes speaks
-        print(f"{prog}: {said}", file=sys.stderr)
+    say(f"{prog}: {said}")
     raise SystemExit(code)

@@ -14,7 +14,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from .checkpoints import write
+from ..seal import write
 
 OWN = ("runtime", "per_second", "model_preparation_time")  # what the Trainer adds to scores of its own
 
@@ -23,6 +23,12 @@ def quieten() -> None:
     """transformers' own remarks and bars are about code, not about a run."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+def say(line: str) -> None:
+    """Something a user must know; one of the processes speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr, flush=True)
 
 
 class Metrics(TrainerCallback):
@@ -167,9 +173,8 @@ class Interrupt(TrainerCallback):
         under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # which passes on what every process got already
         if self.trained or (self.asked is not None and number == signal.SIGINT and not under_torchrun):
             raise KeyboardInterrupt
-        if self.asked is None and os.environ.get("RANK", "0") == "0":
-            said = "\nstopping after this step, with a checkpoint; once more to stop at once"
-            print(said, file=sys.stderr, flush=True)
+        if self.asked is None:
+            say("\nstopping after this step, with a checkpoint; once more to stop at once")
         self.asked = signal.Signals(number).name
 
     def on_step_end(self, args, state, control, **kwargs):
