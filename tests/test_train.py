@@ -3,7 +3,6 @@ refused.
 """
 
 import dataclasses
-import errno
 import json
 import os
 import re
@@ -13,12 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import aan, cifar, imdb
-from safetensors.torch import load_file
+from conftest import COPY, FEW, Signal, aan, checkpoints, cifar, go, imdb, run_of, same, steps, weights
 from transformers import TrainerCallback
 
 from cosformer import generate, tasks, train
-from cosformer.seal import SEAL, damage, is_sealed
+from cosformer.seal import SEAL
 from cosformer.train import cli, models
 from cosformer.train import run as run_module
 from cosformer.train.build import build_model, build_task, build_trainer
@@ -27,78 +25,8 @@ from cosformer.train.settings import read_recipe
 from cosformer.train.sharded import Sharded
 from cosformer.train.trainer import Trainer
 
-FEW = [24, 8, 8]
-COPY = {"length": 8, "examples": FEW}
+pytestmark = pytest.mark.usefixtures("here")
 LISTOPS = {"length": 32, "least": 4, "depth": 3, "args": 3, "examples": FEW}
-QUIET = TrainerCallback()
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    """Runs go to a folder of their own; prepared data is shared by the tests of a process."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COSFORMER_CACHE", str(tmp_path.parent / "cache"))
-
-
-def run_of(task="copy", out="run", **changes) -> train.Run:
-    training = {
-        "max_steps": 6,
-        "eval_steps": 2,
-        "logging_steps": 1,
-        "per_device_train_batch_size": 4,
-        "report_to": [],
-    }
-    settings = changes.pop("task_settings", COPY if task == "copy" else {})
-    return train.Run(
-        task=task,
-        out=out,
-        size="toy",
-        task_settings=settings,
-        training=training | changes.pop("training", {}),
-        **changes,
-    )
-
-
-def go(run=None, *, watch=QUIET, resume=False):
-    return train.train(run or run_of(), watch=watch, resume=resume)
-
-
-def weights(folder) -> dict[str, torch.Tensor]:
-    return load_file(Path(folder) / "model.safetensors")
-
-
-def same(a, b) -> bool:
-    a, b = weights(a), weights(b)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def steps(out="run", key="loss") -> list[int]:
-    return [row["step"] for row in read(Path(out) / "metrics.jsonl") if key in row]
-
-
-def checkpoints(out="run") -> list[str]:
-    assert all(is_sealed(path) and damage(path) is None for path in Path(out).glob("checkpoint-*"))
-    return sorted(path.name for path in Path(out).glob("checkpoint-*"))
-
-
-class Signal(TrainerCallback):
-    """Sends the process a signal in a step, or two."""
-
-    def __init__(self, step, number=signal.SIGINT, times=1):
-        self.step, self.number, self.times = step, number, times
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step + 1 == self.step:
-            for _ in range(self.times):
-                os.kill(os.getpid(), self.number)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run that nothing disturbed."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    go(run_of(out=str(out)))
-    return out
 
 
 # What a run leaves behind
@@ -433,73 +361,6 @@ def test_weights_that_are_not_finite_are_never_saved():
     assert not Path("b/model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    "file", ["model.safetensors", "optimizer.pt", "trainer_state.json", "metrics.jsonl", "result.json"]
-)
-def test_a_full_disk_stops_with_a_word_and_the_run_goes_on_later(monkeypatch, file, whole):
-    """The write of one file fails halfway, from step 4 on."""
-    full = True
-
-    def fails(path) -> bool:
-        return (
-            full
-            and file in str(path)
-            and ("4" in str(path) or (len(checkpoints_of()) > 0 and "checkpoint" not in str(path)))
-        )
-
-    def checkpoints_of():
-        return [*filter(is_sealed, Path("run").glob("checkpoint-*"))]
-
-    def failing(original, place):
-        def write(*args, **kwargs):
-            path = args[place] if len(args) > place else kwargs["filename"]
-            if fails(path):
-                with open(str(path), "wb") as half:
-                    half.write(b"{")
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            return original(*args, **kwargs)
-
-        return write
-
-    if file == "optimizer.pt":
-        monkeypatch.setattr(torch, "save", failing(torch.save, 1))
-    elif file == "model.safetensors":
-        import transformers.modeling_utils as place
-
-        monkeypatch.setattr(place, "safe_save_file", failing(place.safe_save_file, 1))
-    elif file == "trainer_state.json":
-        from transformers import TrainerState
-
-        monkeypatch.setattr(TrainerState, "save_to_json", failing(TrainerState.save_to_json, 1))
-    elif file == "metrics.jsonl":
-        original = Path.open
-
-        def opened(self, *args, **kwargs):
-            if fails(self):
-                with original(self, *args, **kwargs) as half:
-                    half.write('{"step": 4, "lo')
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
-            return original(self, *args, **kwargs)
-
-        monkeypatch.setattr(Path, "open", opened)
-    else:
-        original_write = Path.write_text
-
-        def written(self, text, **kwargs):
-            if fails(self):
-                original_write(self, text[:5])
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
-            return original_write(self, text, **kwargs)
-
-        monkeypatch.setattr(Path, "write_text", written)
-    with pytest.raises(train.Stopped, match="No space left on device.*--resume goes on from run/checkpoint-"):
-        go()
-    assert checkpoints() and not Path("run/result.json").exists()  # and none of them half written
-    full = False
-    go(resume=True)
-    assert same("run", whole) and steps() == [1, 2, 3, 4, 5, 6]
-
-
 # Settings
 
 
@@ -815,13 +676,13 @@ def test_pretraining_first_goes_on_at_either_stage(stage):
     run = run_of("listops", task_settings=LISTOPS, pretrain={"max_steps": 4}, test_examples=4)
     go(dataclasses.replace(run, out="whole"))
 
-    class Stop(Signal):
+    class Stop(TrainerCallback):
         def on_step_begin(self, args, *rest, **kwargs):
             if ("pretrain" in args.output_dir) == (stage == "pretrain"):
-                super().on_step_begin(args, *rest, **kwargs)
+                Signal(3).on_step_begin(args, *rest, **kwargs)
 
     with pytest.raises(train.Interrupted):
-        go(run, watch=Stop(3))
+        go(run, watch=Stop())
     assert Path("run/pretrain/result.json").exists() == (stage == "train")
     result = go(run, resume=True)
     assert same("run", "whole") and same("run/pretrain", "whole/pretrain") and result["steps"] == 6

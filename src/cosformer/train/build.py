@@ -8,10 +8,12 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from safetensors import SafetensorError
 from torch.utils.data import Dataset, Subset
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Seq2SeqTrainingArguments, TrainerCallback
 
 from .. import tasks
+from ..seal import damage
 from ..tasks.contract import Rows
 from . import models
 from .settings import DEFAULTS, Run, SettingsError
@@ -32,13 +34,17 @@ def refused(errors: Any, what: str) -> Iterator[None]:
 def build_task(run: Run, *, model: str | None = None) -> tasks.Task:
     """The run's task; a saved model reads its own tokens, up to its positions, unless told otherwise."""
     chosen, saved = dict(run.task_settings), Path(model or run.start or "")
+    if (fault := damage(saved, model=True)) is not None:
+        way = "another checkpoint of the run may be whole; train --resume makes a finished model again"
+        raise SettingsError(f"{saved} is damaged: {fault}; {way}")
     if (saved / "config.json").exists():
         accepted = tasks.settings(run.task)
         if "tokenizer" in accepted and (saved / "tokenizer.json").exists():
             chosen.setdefault("tokenizer", str(saved))
         if accepted.get("length", 0) is None:  # or it would be taken from the data
-            positions = AutoConfig.from_pretrained(saved, local_files_only=True).max_position_embeddings
-            chosen.setdefault("length", positions)
+            with refused(OSError, f"model {saved}"):
+                config = AutoConfig.from_pretrained(saved, local_files_only=True)
+            chosen.setdefault("length", config.max_position_embeddings)
     with refused((ValueError, TypeError, OSError), f"task {run.task!r}"):
         return tasks.build(run.task, **chosen)
 
@@ -46,7 +52,7 @@ def build_task(run: Run, *, model: str | None = None) -> tasks.Task:
 def build_model(run: Run, task: tasks.Task, *, start: str | None) -> PreTrainedModel:
     """The run's model: new, or a saved one with the head this task needs."""
     what = f"model {run.mixer!r}" if start is None else f"start {start}"
-    with refused((ValueError, TypeError, OSError), what):
+    with refused((ValueError, TypeError, OSError, SafetensorError), what):
         known = models.CLASSES[task.kind].config_class()
         if unknown := [name for name in run.model_fields if not hasattr(known, name)]:
             raise SettingsError(f"model has no field {unknown[0]!r}; see {type(known).__name__}")

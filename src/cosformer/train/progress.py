@@ -78,13 +78,16 @@ class Metrics(TrainerCallback):
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a last one that a killed process left half written is dropped."""
+    """The lines of a metrics file, up to one that a killed process left half written, or that was damaged."""
     rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = json.loads(line)
+        except ValueError:
             break
+        if not isinstance(row, dict) or not {"step", "seconds"} <= row.keys():
+            break
+        rows.append(row)
     return rows
 
 

@@ -140,7 +140,8 @@ class Trainer(Sharded):
         except (*UNWRITABLE, RuntimeError) as error:
             if self.args.should_save:
                 shutil.rmtree(folder, ignore_errors=True)
-            said = f"checkpoint {folder} could not be written ({error}); {self.what_is_left()}"
+            why = f"is the disk full? {error}" if isinstance(error, RuntimeError) else error
+            said = f"checkpoint {folder} could not be written ({why}); {self.what_is_left()}"
             raise Stopped(said) from error
         if self.args.should_save and self.keep is not None:
             best = self.state.best_model_checkpoint
