@@ -277,6 +277,14 @@ def python_of(page: Path) -> list[str]:
 # Made-up files in the form of Long-Range Arena's, for the tasks and whatever trains on them.
 
 
+def texts(folder):
+    folder.mkdir()
+    for split in ("train", "valid", "test"):
+        lines = (f"Line {i} of the {split} texts: {i * i} is the square of {i}.\n" for i in range(100))
+        (folder / f"{split}.txt").write_text("".join(lines))
+    return folder
+
+
 def imdb(folder):
     folder.mkdir()
     for split in ("train", "test"):

@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import COPY, FEW, Signal, aan, checkpoints, cifar, go, imdb, run_of, same, steps, weights
+from conftest import COPY, FEW, Signal, aan, checkpoints, cifar, go, imdb, run_of, same, steps, texts, weights
 from transformers import TrainerCallback
 
 from cosformer import generate, tasks, train
-from cosformer.seal import SEAL
+from cosformer.seal import SEAL, unseal
 from cosformer.train import cli, models
 from cosformer.train import run as run_module
 from cosformer.train.build import build_model, build_task, build_trainer
@@ -492,8 +492,8 @@ def test_a_recipe_with_mistakes_is_refused(text, said):
 
 
 SETTINGS = {
-    "lm": {"length": 32},
-    "mlm": {"length": 32, "copies": 1, "tokenizer": "bytes"},
+    "lm": {"length": 32, "data": texts},
+    "mlm": {"length": 32, "data": texts, "copies": 1, "tokenizer": "bytes"},
     "classify": {"length": 32, "tokenizer": "bytes"},
     "seq2seq": {"length": 32, "target_length": 12},
     "listops": LISTOPS,
@@ -587,12 +587,12 @@ def test_a_trained_language_model_goes_on_with_a_text(capsys):
 
 
 @pytest.fixture
-def pretrained():
+def pretrained(tmp_path):
     go(
         run_of(
             "mlm",
             out="mlm",
-            task_settings=SETTINGS["mlm"],
+            task_settings=SETTINGS["mlm"] | {"data": str(texts(tmp_path / "data"))},
             training={"max_steps": 2, "eval_steps": 1},
             eval_examples=4,
             test_examples=4,
@@ -666,6 +666,7 @@ def test_a_start_that_cannot_be_is_refused(pretrained, capsys):
     a, b = [word for word in words if words[word] > 100][:2]
     words[a], words[b] = words[b], words[a]
     (folder / "tokenizer.json").write_text(json.dumps(text))
+    unseal(folder)
     with pytest.raises(SystemExit):
         cli.finetune([str(folder), "--length", "32", "--tokenizer", "bytes", "--out", "fine2"])
     assert "has another vocabulary than the task, of the same size" in capsys.readouterr().err
@@ -704,9 +705,9 @@ def test_parameters_beside_softmax():
     assert share == pytest.approx(models.parameters(wide) / models.parameters(plain) - 1) and share > 0.1
 
 
-def test_masked_loss_is_a_mean_over_all_that_is_hidden():
+def test_masked_loss_is_a_mean_over_all_that_is_hidden(tmp_path):
     """Whatever share of the hidden tokens a batch has."""
-    task = tasks.build("mlm", length=32, copies=1)
+    task = tasks.build("mlm", length=32, copies=1, data=texts(tmp_path / "data"))
     model = models.build(task, size="toy", mixer="softmax").eval()
     batches = [task.collate([task.train[i]]) for i in range(3)]
     batches[0]["labels"][:, 8:] = tasks.IGNORE
