@@ -346,6 +346,7 @@ def run_of(task="copy", out="run", **changes):
 
     training = {"max_steps": 6, "eval_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 4}
     training |= {"report_to": []} | changes.pop("training", {})
+    changes.setdefault("eval_examples", 8)  # all there are
     settings = changes.pop("task_settings", COPY if task == "copy" else {})
     return Run(task=task, out=out, size="toy", task_settings=settings, training=training, **changes)
 

@@ -16,9 +16,9 @@ from transformers import PreTrainedModel, TrainerCallback
 from .. import tasks
 from ..seal import damage, files, is_sealed, seal, unseal, write
 from . import models
-from .build import build_model, build_task, build_trainer, refused
+from .build import at_end, build_model, build_task, build_trainer, refused
 from .checkpoints import newest_whole, put_aside
-from .progress import Bar, Interrupt, Metrics, say
+from .progress import Bar, Interrupt, Metrics, Pace, say
 from .scores import scores
 from .settings import DEFAULTS, Run, SettingsError
 from .trainer import UNWRITABLE, Interrupted, Stopped, Trainer
@@ -130,9 +130,13 @@ def stage(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallba
     out, began = Path(run.out), time.perf_counter()
     with Interrupt() as interrupt:
         model = build_model(run, task, start=start)
-        metrics = Metrics(out / "metrics.jsonl")
-        trainer = build_trainer(run, task, model, [interrupt, metrics, watch or Bar()])
+        metrics, pace = Metrics(out / "metrics.jsonl"), Pace()
+        trainer = build_trainer(run, task, model, [interrupt, metrics, pace, watch or Bar(pace)])
         check_batch_norm(model, trainer)
+        examples = run.test_examples or at_end(trainer)
+        pace.batch = trainer.get_total_train_batch_size(trainer.args)
+        pace.validated = len(trainer.eval_dataset)
+        pace.at_end = sum(min(examples, len(rows)) for rows in (task.validation, task.test))
         first = trainer.is_world_process_zero()
         if first and watch is None:
             print(description(run, task, model), flush=True)
@@ -148,7 +152,7 @@ def stage(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallba
                 raise Interrupted(f"{at}; {trainer.what_is_left()}")
             before = files(out) if first else {}
             trainer.save_model(str(out))
-            result = result_of(run, task, trainer)
+            result = result_of(run, task, trainer, examples=examples)
             result["seconds"] = round(metrics.seconds + time.perf_counter() - began, 1)
             if first:
                 write(out / "result.json", json.dumps(result, indent=1) + "\n")
@@ -242,14 +246,18 @@ def resolved(run: Run, task: tasks.Task, trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def result_of(run: Run, task: tasks.Task, trainer: Trainer) -> dict[str, Any]:
+def result_of(run: Run, task: tasks.Task, trainer: Trainer, *, examples: int) -> dict[str, Any]:
     return {
         "task": task.name,
         "mixer": run.mixer,
         "metric": task.metric,
         "greater_is_better": task.greater_is_better,
-        "validation": scores(trainer, task, "validation", examples=run.test_examples),
-        "test": scores(trainer, task, "test", examples=run.test_examples),
+        "validation": scores(trainer, task, "validation", examples=examples),
+        "test": scores(trainer, task, "test", examples=examples),
+        "examples": min(examples, len(task.test)),
+        "of": len(task.test),
+        "most_frequent": task.majority,
+        "left_out": list(task.left_out),
         "best_step": trainer.state.best_global_step,
         "steps": trainer.state.global_step,
         "tokens": trainer.state.num_input_tokens_seen,
@@ -268,4 +276,4 @@ def description(run: Run, task: tasks.Task, model: PreTrainedModel) -> str:
     sets = ", ".join(f"{len(getattr(task, split)):,} {split}" for split in tasks.SPLITS)
     said = f"{task.name}, {run.mixer}: {models.parameters(model):,} parameters{more}; "
     said += f"{sets} examples of up to {task.max_length:,} tokens"
-    return "\n".join([said, *task.notes])
+    return "\n".join([said, *task.left_out, *task.notes])
