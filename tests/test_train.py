@@ -13,14 +13,15 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import COPY, FEW, Signal, aan, checkpoints, cifar, go, imdb, run_of, same, steps, texts, weights
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState, pipeline
+from transformers.utils import logging
 
 from cosformer import generate, tasks, train
 from cosformer.seal import SEAL, unseal
-from cosformer.train import cli, models
+from cosformer.train import build, cli, models
 from cosformer.train import run as run_module
 from cosformer.train.build import build_model, build_task, build_trainer
-from cosformer.train.progress import Interrupt, read
+from cosformer.train.progress import Interrupt, Pace, read
 from cosformer.train.settings import read_recipe
 from cosformer.train.sharded import Sharded
 from cosformer.train.trainer import Trainer
@@ -52,11 +53,11 @@ def test_a_run_leaves_everything_behind():
 
 def test_the_best_stays_although_later_ones_are_worse(monkeypatch):
     scores = iter([0.2, 0.9, 0.3, 0.4, 0.5, 0.6, 0.0, 0.0])
-    build = tasks.build
+    built = tasks.build
 
     def scored(name, **settings):
         return dataclasses.replace(
-            build(name, **settings), compute_metrics=lambda _: {"accuracy": next(scores)}
+            built(name, **settings), compute_metrics=lambda _: {"accuracy": next(scores)}
         )
 
     monkeypatch.setattr(tasks, "build", scored)
@@ -66,6 +67,115 @@ def test_the_best_stays_although_later_ones_are_worse(monkeypatch):
         and checkpoints() == ["checkpoint-2", "checkpoint-6"]
         and same("run", "run/checkpoint-2")
     )
+
+
+def test_of_equals_the_one_with_the_lowest_loss_is_the_best(monkeypatch):
+    built = tasks.build
+
+    def scored(name, **settings):
+        return dataclasses.replace(built(name, **settings), compute_metrics=lambda _: {"accuracy": 0.5})
+
+    monkeypatch.setattr(tasks, "build", scored)
+    result = go(run_of(training={"eval_steps": 1, "learning_rate": 1e-3}))
+    losses = {row["eval_loss"]: row["step"] for row in read(Path("run/metrics.jsonl")) if "eval_loss" in row}
+    assert result["best_step"] == losses[min(losses)] > 1
+    assert same("run", f"run/checkpoint-{result['best_step']}")
+
+
+# How long it takes, and what is said of it
+
+
+@pytest.mark.parametrize(
+    ("training", "while_training", "at_end"),
+    [
+        ({"max_steps": 100, "eval_steps": 10}, 6, 100),  # 40 rows are trained on between two evaluations
+        ({"max_steps": 1000, "eval_steps": 10, "gradient_accumulation_steps": 2}, 13, 1000),
+        ({"max_steps": 1000, "eval_steps": 1}, 4, 500),
+        ({"num_train_epochs": 50, "max_steps": -1, "eval_steps": 0.1}, 20, 150),  # of 24 rows
+        ({"num_train_epochs": 50, "max_steps": -1, "eval_strategy": "epoch"}, 4, 150),
+    ],
+)
+def test_evaluation_is_sized_by_the_settings(training, while_training, at_end):
+    """So that it takes less than a tenth of the time, and is the same in a run that goes on."""
+    run = run_of(training=training, eval_examples=None, task_settings={"length": 8, "examples": [24, 500, 8]})
+    task = build_task(run)
+    trainer = build_trainer(run, task, build_model(run, task, start=None), [])
+    assert len(trainer.eval_dataset) == while_training and build.at_end(trainer) == at_end
+    assert len(build_trainer(run, task, trainer.model, []).eval_dataset) == while_training
+
+
+def test_time_left_counts_everything():
+    """On a clock of ours: steps, evaluations, checkpoints and the last scores."""
+    now = 0.0
+    pace = Pace(lambda: now)
+    pace.batch, pace.validated, pace.at_end = 8, 20, 100
+    state = TrainerState(max_steps=100, eval_steps=10, save_steps=20)
+    pace.on_train_begin(None, state, None)
+    estimates = {}
+    for step in range(1, 101):
+        state.global_step = step
+        now += 5.0 if step == 1 else 0.4
+        pace.on_step_end(None, state, None)
+        if step % 10 == 0:
+            now += 1.0
+            pace.on_evaluate(None, state, None)
+        if step % 20 == 0:
+            now += 0.5
+            pace.on_save(None, state, None)
+        estimates[step] = now + pace.left(state)
+    assert pace.left(state) == pytest.approx(5.0)  # 100 examples at a twentieth of a second
+    assert all(estimates[step] == pytest.approx(now + 5.0) for step in range(20, 101))
+    assert estimates[5] == pytest.approx(now + 5.0, rel=0.25)  # before anything was evaluated
+
+
+def test_the_end_says_what_must_not_be_overlooked(capsys):
+    rows = [f"word {i * 7919 % 97},{'yes' if i * 31 % 4 else 'no'}" for i in range(2000)]
+    Path("x.csv").write_text("\n".join(["text,label", *rows, "only one field"]))
+    argv = "classify --data x.csv --size toy --max_steps 2 --report_to none --skip-bad-rows 3 --out run"
+    cli.train(argv.split())
+    left_out = "1 rows that cannot be read are left out; the first: x.csv:2002: expected 2 fields"
+    said = capsys.readouterr().out
+    first, last = said.split("scoring 200 examples of validation and test")
+    assert left_out in first and left_out in last
+    part = "scored on 100 of 200 test examples, as suits a run so short; cosformer evaluate run takes all"
+    assert f"the model is in run\n{left_out}" in last and part in last
+    assert re.search(
+        r"IT HAS NOT LEARNED: accuracy \d+\.\d% is no better than the most frequent class alone "
+        r"\(7\d\.\d%\)\. Train longer, or with another --learning_rate\n$",
+        last,
+    )
+    result = json.loads(Path("run/result.json").read_text()) | {"test": {"accuracy": 0.95}}
+    assert not any("LEARNED" in line for line in cli.remarks(result, "run"))
+
+
+def test_a_finished_run_goes_on_for_longer(whole, capsys):
+    shutil.copytree(whole, "run")
+    longer = run_of(training={"max_steps": 10})
+    with pytest.raises(train.SettingsError, match="its max_steps is 6, not 4; .*: a larger --max_steps, or"):
+        go(run_of(training={"max_steps": 4}), resume=True)
+    with pytest.raises(train.Interrupted):  # and stops on its way as any run does
+        go(longer, resume=True, watch=Signal(8))
+    with pytest.raises(train.SettingsError, match="its max_steps is 10, not 6"):
+        go(resume=True)
+    result = go(longer, resume=True)
+    assert result["steps"] == 10 and steps() == [*range(1, 11)] and go(longer, resume=True) == result
+    shutil.copytree(whole, "again")
+    assert go(run_of(out="again", training={"max_steps": 10}), resume=True)["steps"] == 10
+    assert same("again", "run") and same("again/checkpoint-10", "run/checkpoint-10")
+
+
+def test_a_saved_classifier_cuts_what_is_too_long_and_says_nothing_as_it_loads(capfd, tmp_path):
+    rows = [f"{'good' if i % 2 else 'bad'} {i},{i % 2}" for i in range(60)]
+    Path("x.csv").write_text("\n".join(rows))
+    argv = "classify --data x.csv --size toy --max_steps 1 --report_to none --out run --length 16"
+    cli.train([*argv.split(), "--set", "task.columns=text,label"])
+    classify = pipeline("text-classification", "run", truncation=True, device="cpu")
+    assert classify("a long text " * 200)[0]["label"] in "01"
+    go(run_of("lm", out="lm", task_settings={"length": 16, "data": str(texts(tmp_path / "t"))}))
+    logging.enable_progress_bar()  # as in a fresh process
+    capfd.readouterr()
+    generate.main(["--model", "lm", "--prompt", "Line 1", "--max-new-tokens", "2"])
+    assert capfd.readouterr().err == ""
 
 
 def test_tensorboard_files_are_written():
