@@ -400,8 +400,9 @@ def test_a_classifier_is_not_scored_on_other_labels(capsys):
     for data, labels in (("three.csv", "neg, neutral, pos"), ("other.csv", "bad, good")):
         with pytest.raises(SystemExit):
             cli.evaluate(["run", "--data", data])
-        assert f"run tells neg, pos apart; the data has {labels}. If it is a part" in capsys.readouterr().err
-    cli.evaluate(["run", "--data", "two.csv", "--set", 'task.labels=["neg", "pos"]'])
+        told = f"run tells neg, pos apart; the data has {labels}. If it is a part of them, name them all"
+        assert f"{told}: --set task.labels=neg,pos\n" in capsys.readouterr().err
+    cli.evaluate(["run", "--data", "two.csv", "--set", "task.labels=neg,pos"])
     assert "accuracy" in capsys.readouterr().out
 
 
