@@ -28,6 +28,7 @@ _CONVOLUTION = struct.Struct("=8q12q2q")  # struct cosformer_convolution_call
 _NORM = struct.Struct("=3qdq24qq")  # struct cosformer_norm_call
 _ABSENT = (0,) * 6  # a tensor that is not there
 _ABI = reduce(lambda abi, struct: 1000 * abi + struct.size, (_CALL, _GRADS, _CONVOLUTION, _NORM), 0)
+_LARGE = 1 << 25  # bytes: smaller memory malloc gives out again, pages and all; this comes fresh every time
 _CPU = torch.device("cpu")
 
 _log = logging.getLogger("cosformer")
@@ -62,6 +63,8 @@ class _Kernel:
         self.backward = library.cosformer_backward
         self.convolution = library.cosformer_convolution
         self.norm = library.cosformer_norm
+        self.expect = library.cosformer_expect
+        self.expect.argtypes, self.expect.restype = [ctypes.c_void_p, ctypes.c_int64], None
         for function in (self.supports, self.forward, self.convolution, self.norm):
             function.argtypes = [ctypes.c_char_p]
         self.backward.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
@@ -146,6 +149,13 @@ def _in_memory(x: Inputs) -> Inputs:
     return Inputs(_dense(x.q), _dense(x.k), _dense(x.v), decay, x.key_mask, cu_seqlens, _rows(x.state))
 
 
+def _fresh(t: Tensor) -> Tensor:
+    """A tensor about to be filled; if large, in huge pages: small ones take the system long to hand out."""
+    if t.nbytes >= _LARGE:
+        _kernel().expect(t.data_ptr(), t.nbytes)
+    return t
+
+
 def _angles(x: Inputs, call: Call) -> Tensor | None:
     """Radians per position, one per head."""
     return theta(call.horizons * (x.q.shape[1] // len(call.horizons)), _CPU) if call.cosine else None
@@ -181,10 +191,11 @@ def _check(failed: int) -> None:
 
 def forward(x: Inputs, call: Call) -> Outputs:
     y, x, angles = Outputs.empty(x, call), _in_memory(x), _angles(x, call)
+    _fresh(y.out)
     if not call.two_sided(x) or y.out.dtype == torch.float32:
         _check(_kernel().forward(_packed(x, y, call, angles)))
         return y
-    added_to = y._replace(out=torch.empty_like(y.out, dtype=torch.float32))  # by the second sweep
+    added_to = y._replace(out=_fresh(torch.empty_like(y.out, dtype=torch.float32)))  # by the second sweep
     _check(_kernel().forward(_packed(x, added_to, call, angles)))
     y.out.copy_(added_to.out)
     return y
@@ -198,7 +209,8 @@ def backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> Grads:
     two_sided, grouped = call.two_sided(x), Hk != H
 
     def gradient(like: Tensor, added_to: bool) -> Tensor:  # one per query head
-        return projected(like, H, like.shape[2], like.shape[3], torch.float32 if added_to else like.dtype)
+        dtype = torch.float32 if added_to else like.dtype
+        return _fresh(projected(like, H, like.shape[2], like.shape[3], dtype))
 
     dq = gradient(x.q, call.causal or two_sided)
     dk, dv = (gradient(t, two_sided or grouped) for t in (x.k, x.v))
