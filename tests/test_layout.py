@@ -38,11 +38,11 @@ LAW = {
 ORDER = {
     "ops": [
         "call",
-        "checks packing",
+        "checks fades packing shard",
         "operator _native _torch",
         "convolution norm",
         "state",
-        "linear",
+        "linear parallel",
         "cosformer",
     ],
     "mixers": ["blocks keys positions", "contract", "kernel lowrank lsh polynomial random softmax sparse"],
