@@ -225,9 +225,7 @@ def toy_model(model, seed: int = 0, **fields):
 
 
 def moved(module, by: float = 0.1):
-    """The module with every weight away from its start: a gate of zeros, a norm of ones would hide
-    mistakes.
-    """
+    """The module with every weight away from its start: zeros and ones would hide mistakes."""
     with torch.no_grad():
         for p in module.parameters():
             p.add_(torch.randn_like(p), alpha=by)

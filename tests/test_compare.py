@@ -381,8 +381,8 @@ def test_the_plan_is_said_before_anything_is_done(monkeypatch, capsys):
     monkeypatch.setattr(command, "carry_out", lambda *args, **kwargs: None)
     compare.main(["--minutes", "3", "--out", "there"])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0] == "20 cells, 3 minutes, steps sized to them; results in there"
-    assert "lm                 10 mixers: Language model on bytes" in lines[2]
+    assert lines[0] == "21 cells, 3 minutes, steps sized to them; results in there"
+    assert "lm                 11 mixers: Language model on bytes" in lines[2]
     compare.main(["--full", "--data", "sets", "--subjects", "wikitext2-lm", "cost"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "12 cells, as long as it takes; results in runs/compare-full"

@@ -1,6 +1,4 @@
-"""`cosformer generate`: streams what the model would generate, and says clearly what is wrong with a
-directory.
-"""
+"""`cosformer generate`: streams what the model would generate, and says what is wrong with a directory."""
 
 import math
 

@@ -1,6 +1,4 @@
-"""Generation with a constant-size cache: however the tokens are fed, reordered or taken back, the text is the
-same.
-"""
+"""Generation from what mixers keep: however tokens are fed, moved or taken back, the text is the same."""
 
 import math
 

@@ -1,6 +1,4 @@
-"""MixerAttention and CosformerAttention: nn.MultiheadAttention's call and weights, stock transformer
-layers.
-"""
+"""MixerAttention and CosformerAttention: nn.MultiheadAttention's call and weights, torch's own layers."""
 
 import math
 

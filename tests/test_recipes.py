@@ -1,6 +1,4 @@
-"""Every recipe is sound: the paper's by their shapes at full size, the laptop's by their dry run at toy
-size.
-"""
+"""Every recipe is sound: the paper's by their shapes at full size, the laptop's by a dry run as toys."""
 
 import re
 from pathlib import Path

@@ -1,6 +1,4 @@
-"""What must be learned is learned: cosFormer solves the toys, and softmax the tasks on which other mixers may
-fail.
-"""
+"""What must be learned is learned: cosFormer solves the toys, softmax tasks on which others may fail."""
 
 from cosformer.train import Run, train
 

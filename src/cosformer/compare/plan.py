@@ -3,10 +3,10 @@
 import dataclasses
 from typing import Any
 
-MIXERS = ["softmax", "softmax+rope", "cosformer-paper", "cosformer", "elu"]
+MIXERS = ["softmax", "softmax+rope", "cosformer-paper", "cosformer", "cosformer-hybrid"]
 EVIDENCE = ["softmax+rope", "cosformer-paper", "cosformer", "cosformer-hybrid"]  # the mixers of --full
 # The paper's studies: what softmax does (identity, LeakyReLU, ReLU, softmax), the cosine, and decay.
-STUDY = ["identity", "leaky_relu", "relu", "cosformer-ladder", "cosformer-no-cosine"]
+STUDY = ["elu", "identity", "leaky_relu", "relu", "cosformer-ladder", "cosformer-no-cosine"]
 EVALUATIONS = 5  # while training; more would take much of a short run's time
 
 
@@ -101,6 +101,18 @@ def full(root: str) -> list[Subject]:
     """The real sets, in the folder `root`, and what is generated; steps are the same on every machine."""
     wikitext = {"data": f"{root}/wikitext-2", "length": 1024, "isolate": False}
     first = recall(64, 8)
+    spelling = Subject(
+        name="cmudict", group="seq2seq", title="Spelling to phonemes, by cross attention", task="seq2seq",
+        data="CMUdict", settings={"data": f"{root}/cmudict", "length": 40, "target_length": 96,
+                                  "tokenizer": "bytes"},
+        fields={"encoder_layers": 2, "decoder_layers": 2}, batch=64, rates=(5e-4, 1e-3, 2e-3),
+        training=ALIKE, steps=4_000, eval_examples=256, test_examples=1_000,
+    )
+    many = Subject(
+        name="wikitext2-lm-30000", group="lm", title="WikiText-2 language model, 30,000 tokens", task="lm",
+        data="WikiText-2", settings={**wikitext, "length": 256, "tokenizer": "bpe:30000"}, batch=8,
+        rates=(5e-4, 1e-3, 2e-3), steps=400, test_examples=256, only=("cosformer",),
+    )
     return [
         Subject(
             name="wikitext2-lm", group="lm", title="WikiText-2 language model, bytes", task="lm",
@@ -153,12 +165,16 @@ def full(root: str) -> list[Subject]:
             fields={"pooling": "mean"}, batch=16, rates=(1e-4, 3e-4, 1e-3), training=ALIKE, steps=1_500,
             eval_examples=256, test_examples=2_000, after="wikitext2-mlm", pretrain=PRETRAINED,
         ),
-        Subject(
-            name="cmudict", group="seq2seq", title="Spelling to phonemes, by cross attention", task="seq2seq",
-            data="CMUdict", settings={"data": f"{root}/cmudict", "length": 40, "target_length": 96,
-                                      "tokenizer": "bytes"},
-            fields={"encoder_layers": 2, "decoder_layers": 2}, batch=64, rates=(5e-4, 1e-3, 2e-3),
-            training=ALIKE, steps=4_000, eval_examples=256, test_examples=1_000,
+        spelling,
+        dataclasses.replace(
+            spelling, name="cmudict-cosine", title="Spelling to phonemes, cross attention with the cosine",
+            fields={**spelling.fields, "cross_mixer": "cosformer-paper"}, search_on=spelling,
+            only=("cosformer-paper", "cosformer"),
+        ),
+        many,
+        dataclasses.replace(
+            many, name="wikitext2-lm-one-vs-each", title="The same with one-vs-each over 512 of them",
+            fields={"loss": "one-vs-each", "loss_samples": 512},
         ),
     ]
 # fmt: on

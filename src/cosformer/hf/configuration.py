@@ -169,11 +169,8 @@ class StackFields(CosformerFields):
         layers, heads = self.num_hidden_layers, self.num_attention_heads
         self.settle(layers=layers, heads=heads, dropout="attention_dropout")
         if self.loss not in LOSSES or self.loss_samples < 1:
-            raise ValueError(
-                f"loss is {self.loss!r} over {self.loss_samples} samples; one of "
-                f"{', '.join(map(repr, LOSSES))}, "
-                "over 1 sample or more"
-            )
+            given, known = f"{self.loss!r} over {self.loss_samples} samples", ", ".join(map(repr, LOSSES))
+            raise ValueError(f"loss is {given}; one of {known}, over 1 sample or more")
         super().__post_init__(**kwargs)  # type: ignore[misc]
 
 

@@ -26,8 +26,7 @@ def one_vs_each(
     ignore: int = -100,
     total: Tensor | int | None = None,
 ) -> Tensor:
-    """The loss of hidden (N, C) under the output layer weight (V, C), bias (V,) with labels (N,), averaged
-    over those asked.
+    """The mean loss of hidden (N, C) with labels (N,) under the output layer weight (V, C), bias (V,).
 
     All V classes are summed over where there are no more than `samples`. `total` divides instead of the
     number of labels.

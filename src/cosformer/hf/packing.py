@@ -5,9 +5,7 @@ from torch import Tensor
 
 
 def packed_boundaries(position_ids: Tensor | None) -> Tensor | None:
-    """The boundaries of packed sequences, with the rows laid end to end; None where every row is one plain
-    sequence.
-    """
+    """The boundaries of packed sequences, the rows laid end to end; None where every row is one sequence."""
     if position_ids is None:
         return None
     if torch.compiler.is_compiling():
@@ -22,9 +20,8 @@ def packed_boundaries(position_ids: Tensor | None) -> Tensor | None:
         shown = str(position_ids[0, :12].tolist())[:-1] + (", ...]" if position_ids.shape[1] > 12 else "]")
         raise ValueError(
             "position_ids must count each sequence from 0: one sequence a row, or several packed into it; "
-            f"got a row {shown}. A part of a sequence, or one in another order, has no meaning "
-            "without its beginning "
-            "(context parallelism shards and permutes sequences: it cannot be used with these models)"
+            f"got a row {shown}. A part of a sequence, or one in another order, has no meaning without its "
+            "beginning (context parallelism permutes sequences: it cannot be used with these models)"
         )
     if len(begins) == len(position_ids):
         return None

@@ -38,9 +38,7 @@ class PooledNorm(nn.BatchNorm1d):
         )
 
     def over_all_processes(self, pooled: Tensor) -> Tensor:
-        """What one process would do with the texts of all; torch's own that does it, SyncBatchNorm, is for
-        GPUs only.
-        """
+        """What one process would do with the texts of all; torch's own, SyncBatchNorm, is for GPUs only."""
         count = all_reduce(pooled.new_tensor([len(pooled)]))
         if count < 2:
             return self.as_in_evaluation(pooled)

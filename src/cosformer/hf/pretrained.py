@@ -122,16 +122,13 @@ class CosformerPreTrained(Base):
 
 
 def check_learned_positions(name: str, length: int, most: int, *, cached: int = 0) -> None:
-    """Stop where a text has more positions than the `most` with a learned vector; the embedding's own error
-    is no help.
-    """
+    """Stop where a text has more positions than learned vectors; the embedding's own error is no help."""
     if length > most:
         seen = f", {cached} of them in the cache" if cached else ""
         raise ValueError(
-            f"{name} has {length} tokens{seen}, but max_position_embeddings is {most} and each "
-            "position has a learned "
-            f"vector; cut the text (tokenizer(..., truncation=True, max_length={most})), or use a "
-            "model where it is larger"
+            f"{name} has {length} tokens{seen}, but max_position_embeddings is {most} and each position "
+            f"has a learned vector; cut the text (tokenizer(..., truncation=True, max_length={most})), "
+            "or use a model where it is larger"
         )
 
 

@@ -11,7 +11,15 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, L
 
 from ..ops.norm import rms_norm
 from .packing import packed_boundaries
-from .pretrained import CosformerPreTrained, attend, check_cache, check_padding_mask, interior, refuse_weights
+from .pretrained import (
+    CosformerPreTrained,
+    attend,
+    check_cache,
+    check_learned_positions,
+    check_padding_mask,
+    interior,
+    refuse_weights,
+)
 
 
 class CosformerSelfAttention(LlamaAttention):
@@ -115,20 +123,12 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
     def position_vectors(self, inputs: Tensor, position_ids: Tensor | None, cache) -> Tensor:
         most = self.embed_positions.num_embeddings
         seen = 0 if cache is None else cache.get_seq_length()
-        last = seen + inputs.shape[1] - 1  # known without looking, so that nothing waits for a GPU
+        length = seen + inputs.shape[1]  # known without looking, so that nothing waits for a GPU
         if position_ids is None:
-            position_ids = torch.arange(seen, last + 1, device=inputs.device)[None]
+            position_ids = torch.arange(seen, length, device=inputs.device)[None]
         elif position_ids.is_cpu and not torch.compiler.is_compiling():
-            last = int(position_ids.max())
+            length = int(position_ids.max()) + 1
         else:
-            last = 0  # the embedding's own check must do
-        if last >= most:
-            cached = f", {seen} of them in the cache" if seen else ""
-            raise ValueError(
-                f"the text has {last + 1} tokens{cached}, but max_position_embeddings is {most} and "
-                "each position has a "
-                f"learned vector; cut the text (tokenizer(..., truncation=True, max_length={most})), "
-                "or use a model "
-                "where it is larger"
-            )
+            length = 0  # the embedding's own check must do
+        check_learned_positions("the text", length, most, cached=seen)
         return self.embed_positions(position_ids)

@@ -84,8 +84,7 @@ def options(name: str) -> dict[str, Any]:
 def build(
     name: str, *, heads: int, head_dim: int, max_length: int, width: int | None = None, **chosen: Any
 ) -> Mixer:
-    """The mixer called `name`, as `softmax` or `softmax+rope`; `width` is that of the layer's input, by
-    default of all heads.
+    """The mixer called `name`, as `softmax` or `softmax+rope`, for layers whose input has `width` numbers.
 
     >>> build("performer", heads=8, head_dim=64, max_length=4096, features=128)(q, k, v, causal=True)
     """
@@ -107,9 +106,7 @@ def build(
 
 
 def layers(spec: str, count: int) -> list[str]:
-    """The mixer of each of `count` layers from a spec: one name, a pattern as "cosformer*3, softmax+rope", a
-    hybrid.
-    """
+    """The mixer of each of `count` layers: a name, a pattern as "cosformer*3, softmax+rope", a hybrid."""
     names = pattern(spec)
     if spec.strip().partition("+")[0] == HYBRID:
         linear, full = names
@@ -146,18 +143,14 @@ def weights(
     causal=False,
     key_mask: Tensor | None = None,
 ) -> Tensor:
-    """The attention matrix (B, H, L, S) of any mixer: what it returns for one-hot values, since every mixer
-    is linear in v.
-    """
+    """The attention matrix (B, H, L, S): what a mixer, linear in v, returns for one-hot values."""
     B, Hk, S, _ = k.shape
     one_hot = torch.eye(S, dtype=k.dtype, device=k.device).expand(B, Hk, S, S)
     return mixer(q, k, one_hot, x=x, causal=causal, key_mask=key_mask)
 
 
 def layer_type(name: str) -> str:
-    """transformers' word for a layer with this mixer: linear_attention, full_attention or
-    sliding_attention.
-    """
+    """transformers' word for a layer with this mixer: linear_, full_ or sliding_attention."""
     return _lookup(name)[0].mixer.layer_type
 
 
