@@ -2,8 +2,10 @@
 
 import itertools
 import lzma
+import os
 import pickle
 import re
+import signal
 from pathlib import Path
 
 import numpy as np
@@ -273,6 +275,14 @@ def python_of(page: Path) -> list[str]:
 # Made-up files in the form of Long-Range Arena's, for the tasks and whatever trains on them.
 
 
+def texts(folder):
+    folder.mkdir()
+    for split in ("train", "valid", "test"):
+        lines = (f"Line {i} of the {split} texts: {i * i} is the square of {i}.\n" for i in range(100))
+        (folder / f"{split}.txt").write_text("".join(lines))
+    return folder
+
+
 def imdb(folder):
     folder.mkdir()
     for split in ("train", "test"):
@@ -314,3 +324,83 @@ def cifar(folder, form="binary", count=20):
             with open(folder / f"{stem[:5].rstrip('_')}_labels.u8", "ab") as file:
                 labels.tofile(file)
     return folder
+
+
+# A run that takes a second, for every test of training.
+
+FEW = [24, 8, 8]
+COPY = {"length": 8, "examples": FEW}
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """Runs go to a folder of their own; prepared data is shared by the tests of a process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COSFORMER_CACHE", str(tmp_path.parent / "cache"))
+
+
+def run_of(task="copy", out="run", **changes):
+    from cosformer.train import Run
+
+    training = {"max_steps": 6, "eval_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 4}
+    training |= {"report_to": []} | changes.pop("training", {})
+    changes.setdefault("eval_examples", 8)  # all there are
+    settings = changes.pop("task_settings", COPY if task == "copy" else {})
+    return Run(task=task, out=out, size="toy", task_settings=settings, training=training, **changes)
+
+
+def go(run=None, *, watch=None, resume=False):
+    """Train, without a bar."""
+    from transformers import TrainerCallback
+
+    from cosformer.train import train
+
+    return train(run or run_of(), watch=watch or TrainerCallback(), resume=resume)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """The folder of a run that nothing disturbed."""
+    out = tmp_path_factory.mktemp("whole") / "run"
+    go(run_of(out=str(out)))
+    return out
+
+
+def weights(folder) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(Path(folder) / "model.safetensors")
+
+
+def same(a, b) -> bool:
+    """Whether two folders hold the same model, bit for bit."""
+    a, b = weights(a), weights(b)
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def steps(out="run", key="loss") -> list[int]:
+    """The steps of which a run has logged something."""
+    from cosformer.train.progress import read
+
+    return [row["step"] for row in read(Path(out) / "metrics.jsonl") if key in row]
+
+
+def checkpoints(out="run") -> list[str]:
+    """The names of a run's checkpoints, all of which must be whole."""
+    from cosformer.seal import damage, is_sealed
+
+    assert all(is_sealed(path) and damage(path) is None for path in Path(out).glob("checkpoint-*"))
+    return sorted(path.name for path in Path(out).glob("checkpoint-*"))
+
+
+def Signal(step: int, number: int = signal.SIGINT, times: int = 1):
+    """A callback that sends the process a signal in a step, or two."""
+    from transformers import TrainerCallback
+
+    class Signal(TrainerCallback):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step + 1 == step:
+                for _ in range(times):
+                    os.kill(os.getpid(), number)
+
+    return Signal()

@@ -153,6 +153,20 @@ def test_lora_trains_the_projections():
     assert generated.shape == (2, x.shape[1] + 4)
 
 
+@pytest.mark.parametrize("kind", [CAUSAL, MASKED, hf.CosformerForConditionalGeneration])
+def test_lora_knows_what_to_adapt(kind):
+    """Without target_modules, as of Llama."""
+    peft = pytest.importorskip("peft")
+    adapted = peft.get_peft_model(toy_model(kind), peft.LoraConfig(r=2))
+    assert adapted.peft_config["default"].target_modules == {"q_proj", "v_proj"}
+    names = {
+        name.split(".lora_A")[0].rsplit(".")[-1]
+        for name, p in adapted.named_parameters()
+        if p.requires_grad and "lora_A" in name
+    }
+    assert names == {"q_proj", "v_proj"}
+
+
 def test_pipelines(tmp_path):
     tokenizer = byte_tokenizer()
     for kind in (CAUSAL, MASKED, hf.CosformerForSequenceClassification):

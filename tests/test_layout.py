@@ -17,6 +17,7 @@ LAW = {
     "": {"mixers", "nn", "ops"},  # imported on use
     "__main__": {""},  # the version; verbs are imported by name
     "reference": set(),
+    "seal": set(),
     "results": set(),
     "report": {"results"},
     "ops": set(),
@@ -26,10 +27,10 @@ LAW = {
     "nn": {"decay", "layer", "mixers", "ops"},
     "hf": {"decay", "layer", "mixers", "ops"},
     "tasks": set(),
-    "train": {"hf", "mixers", "tasks"},
+    "train": {"hf", "mixers", "seal", "tasks"},
     "bench": {"", "hf", "mixers", "ops", "reference", "report", "results"},
     "compare": {"bench", "layer", "mixers", "report", "results", "tasks", "train"},
-    "generate": {"hf"},
+    "generate": {"hf", "seal"},
     "picture": {"mixers", "report"},
     "info": {"", "ops"},
 }

@@ -303,7 +303,7 @@ def test_bad_rows_are_left_out_and_counted_up_to_a_number(tmp_path, name, line, 
     for _ in range(2):  # made, and from the cache
         task = build("classify", data=path, skip_bad_rows=1)
         assert re.search(
-            r"^1 rows that cannot be read are left out; the first: .*:6\d: .*" + message, task.notes[0]
+            r"^1 rows that cannot be read are left out; the first: .*:6\d: .*" + message, task.left_out[0]
         )
         assert sum(len(getattr(task, split)) for split in tasks.SPLITS) >= 60
     path.write_bytes(good[0] + line + b"\n" + good[1] * 30 + line + b"\n")
@@ -317,5 +317,5 @@ def test_bad_rows_of_other_tasks(tmp_path):
     for task in ("seq2seq", "lm", "mlm"):
         with pytest.raises(DataError, match=r"x\.jsonl:61: no column named"):
             build(task, data=tmp_path / "x.jsonl")
-        notes = build(task, data=tmp_path / "x.jsonl", skip_bad_rows=5).notes
-        assert notes[0].startswith("2 rows that cannot be read are left out; the first: ")
+        left_out = build(task, data=tmp_path / "x.jsonl", skip_bad_rows=5).left_out
+        assert left_out[0].startswith("2 rows that cannot be read are left out; the first: ")

@@ -3,7 +3,6 @@ refused.
 """
 
 import dataclasses
-import errno
 import json
 import os
 import re
@@ -13,91 +12,22 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import aan, cifar, imdb
-from safetensors.torch import load_file
-from transformers import TrainerCallback
+from conftest import COPY, FEW, Signal, aan, checkpoints, cifar, go, imdb, run_of, same, steps, texts, weights
+from transformers import TrainerCallback, TrainerState, pipeline
+from transformers.utils import logging
 
 from cosformer import generate, tasks, train
-from cosformer.train import cli, models
+from cosformer.seal import SEAL, unseal
+from cosformer.train import build, cli, models
 from cosformer.train import run as run_module
 from cosformer.train.build import build_model, build_task, build_trainer
-from cosformer.train.progress import Interrupt, read
+from cosformer.train.progress import Interrupt, Pace, read
 from cosformer.train.settings import read_recipe
 from cosformer.train.sharded import Sharded
 from cosformer.train.trainer import Trainer
 
-FEW = [24, 8, 8]
-COPY = {"length": 8, "examples": FEW}
+pytestmark = pytest.mark.usefixtures("here")
 LISTOPS = {"length": 32, "least": 4, "depth": 3, "args": 3, "examples": FEW}
-QUIET = TrainerCallback()
-
-
-@pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch):
-    """Runs go to a folder of their own; prepared data is shared by the tests of a process."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COSFORMER_CACHE", str(tmp_path.parent / "cache"))
-
-
-def run_of(task="copy", out="run", **changes) -> train.Run:
-    training = {
-        "max_steps": 6,
-        "eval_steps": 2,
-        "logging_steps": 1,
-        "per_device_train_batch_size": 4,
-        "report_to": [],
-    }
-    settings = changes.pop("task_settings", COPY if task == "copy" else {})
-    return train.Run(
-        task=task,
-        out=out,
-        size="toy",
-        task_settings=settings,
-        training=training | changes.pop("training", {}),
-        **changes,
-    )
-
-
-def go(run=None, *, watch=QUIET, resume=False):
-    return train.train(run or run_of(), watch=watch, resume=resume)
-
-
-def weights(folder) -> dict[str, torch.Tensor]:
-    return load_file(Path(folder) / "model.safetensors")
-
-
-def same(a, b) -> bool:
-    a, b = weights(a), weights(b)
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
-
-
-def steps(out="run", key="loss") -> list[int]:
-    return [row["step"] for row in read(Path(out) / "metrics.jsonl") if key in row]
-
-
-def checkpoints(out="run") -> list[str]:
-    assert all((path / "complete").exists() for path in Path(out).glob("checkpoint-*"))
-    return sorted(path.name for path in Path(out).glob("checkpoint-*"))
-
-
-class Signal(TrainerCallback):
-    """Sends the process a signal in a step, or two."""
-
-    def __init__(self, step, number=signal.SIGINT, times=1):
-        self.step, self.number, self.times = step, number, times
-
-    def on_step_begin(self, args, state, control, **kwargs):
-        if state.global_step + 1 == self.step:
-            for _ in range(self.times):
-                os.kill(os.getpid(), self.number)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """A run that nothing disturbed."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    go(run_of(out=str(out)))
-    return out
 
 
 # What a run leaves behind
@@ -106,12 +36,9 @@ def whole(tmp_path_factory):
 def test_a_run_leaves_everything_behind():
     result = go()
     assert steps() == [1, 2, 3, 4, 5, 6] and steps(key="eval_accuracy") == [2, 4, 6]
-    best = max(
-        (row["eval_accuracy"], -row["step"])
-        for row in read(Path("run/metrics.jsonl"))
-        if "eval_accuracy" in row
-    )
-    assert (result["validation"]["accuracy"], result["best_step"]) == (best[0], -best[1])
+    scored = [row for row in read(Path("run/metrics.jsonl")) if "eval_accuracy" in row]
+    best = max((row["eval_accuracy"], -row["eval_loss"], row["step"]) for row in scored)
+    assert (result["validation"]["accuracy"], result["best_step"]) == (best[0], best[2])
     assert checkpoints() == sorted({f"checkpoint-{result['best_step']}", "checkpoint-6"} | set(checkpoints()))
     assert len(checkpoints()) == 2
     assert same("run", f"run/checkpoint-{result['best_step']}")
@@ -126,11 +53,11 @@ def test_a_run_leaves_everything_behind():
 
 def test_the_best_stays_although_later_ones_are_worse(monkeypatch):
     scores = iter([0.2, 0.9, 0.3, 0.4, 0.5, 0.6, 0.0, 0.0])
-    build = tasks.build
+    built = tasks.build
 
     def scored(name, **settings):
         return dataclasses.replace(
-            build(name, **settings), compute_metrics=lambda _: {"accuracy": next(scores)}
+            built(name, **settings), compute_metrics=lambda _: {"accuracy": next(scores)}
         )
 
     monkeypatch.setattr(tasks, "build", scored)
@@ -140,6 +67,115 @@ def test_the_best_stays_although_later_ones_are_worse(monkeypatch):
         and checkpoints() == ["checkpoint-2", "checkpoint-6"]
         and same("run", "run/checkpoint-2")
     )
+
+
+def test_of_equals_the_one_with_the_lowest_loss_is_the_best(monkeypatch):
+    built = tasks.build
+
+    def scored(name, **settings):
+        return dataclasses.replace(built(name, **settings), compute_metrics=lambda _: {"accuracy": 0.5})
+
+    monkeypatch.setattr(tasks, "build", scored)
+    result = go(run_of(training={"eval_steps": 1, "learning_rate": 1e-3}))
+    losses = {row["eval_loss"]: row["step"] for row in read(Path("run/metrics.jsonl")) if "eval_loss" in row}
+    assert result["best_step"] == losses[min(losses)] > 1
+    assert same("run", f"run/checkpoint-{result['best_step']}")
+
+
+# How long it takes, and what is said of it
+
+
+@pytest.mark.parametrize(
+    ("training", "while_training", "at_end"),
+    [
+        ({"max_steps": 100, "eval_steps": 10}, 6, 100),  # 40 rows are trained on between two evaluations
+        ({"max_steps": 1000, "eval_steps": 10, "gradient_accumulation_steps": 2}, 13, 1000),
+        ({"max_steps": 1000, "eval_steps": 1}, 4, 500),
+        ({"num_train_epochs": 50, "max_steps": -1, "eval_steps": 0.1}, 20, 150),  # of 24 rows
+        ({"num_train_epochs": 50, "max_steps": -1, "eval_strategy": "epoch"}, 4, 150),
+    ],
+)
+def test_evaluation_is_sized_by_the_settings(training, while_training, at_end):
+    """So that it takes less than a tenth of the time, and is the same in a run that goes on."""
+    run = run_of(training=training, eval_examples=None, task_settings={"length": 8, "examples": [24, 500, 8]})
+    task = build_task(run)
+    trainer = build_trainer(run, task, build_model(run, task, start=None), [])
+    assert len(trainer.eval_dataset) == while_training and build.at_end(trainer) == at_end
+    assert len(build_trainer(run, task, trainer.model, []).eval_dataset) == while_training
+
+
+def test_time_left_counts_everything():
+    """On a clock of ours: steps, evaluations, checkpoints and the last scores."""
+    now = 0.0
+    pace = Pace(lambda: now)
+    pace.batch, pace.validated, pace.at_end = 8, 20, 100
+    state = TrainerState(max_steps=100, eval_steps=10, save_steps=20)
+    pace.on_train_begin(None, state, None)
+    estimates = {}
+    for step in range(1, 101):
+        state.global_step = step
+        now += 5.0 if step == 1 else 0.4
+        pace.on_step_end(None, state, None)
+        if step % 10 == 0:
+            now += 1.0
+            pace.on_evaluate(None, state, None)
+        if step % 20 == 0:
+            now += 0.5
+            pace.on_save(None, state, None)
+        estimates[step] = now + pace.left(state)
+    assert pace.left(state) == pytest.approx(5.0)  # 100 examples at a twentieth of a second
+    assert all(estimates[step] == pytest.approx(now + 5.0) for step in range(20, 101))
+    assert estimates[5] == pytest.approx(now + 5.0, rel=0.25)  # before anything was evaluated
+
+
+def test_the_end_says_what_must_not_be_overlooked(capsys):
+    rows = [f"word {i * 7919 % 97},{'yes' if i * 31 % 4 else 'no'}" for i in range(2000)]
+    Path("x.csv").write_text("\n".join(["text,label", *rows, "only one field"]))
+    argv = "classify --data x.csv --size toy --max_steps 2 --report_to none --skip-bad-rows 3 --out run"
+    cli.train(argv.split())
+    left_out = "1 rows that cannot be read are left out; the first: x.csv:2002: expected 2 fields"
+    said = capsys.readouterr().out
+    first, last = said.split("scoring 200 examples of validation and test")
+    assert left_out in first and left_out in last
+    part = "scored on 100 of 200 test examples, as suits a run so short; cosformer evaluate run takes all"
+    assert f"the model is in run\n{left_out}" in last and part in last
+    assert re.search(
+        r"IT HAS NOT LEARNED: accuracy \d+\.\d% is no better than the most frequent class alone "
+        r"\(7\d\.\d%\)\. Train longer, or with another --learning_rate\n$",
+        last,
+    )
+    result = json.loads(Path("run/result.json").read_text()) | {"test": {"accuracy": 0.95}}
+    assert not any("LEARNED" in line for line in cli.remarks(result, "run"))
+
+
+def test_a_finished_run_goes_on_for_longer(whole, capsys):
+    shutil.copytree(whole, "run")
+    longer = run_of(training={"max_steps": 10})
+    with pytest.raises(train.SettingsError, match="its max_steps is 6, not 4; .*: a larger --max_steps, or"):
+        go(run_of(training={"max_steps": 4}), resume=True)
+    with pytest.raises(train.Interrupted):  # and stops on its way as any run does
+        go(longer, resume=True, watch=Signal(8))
+    with pytest.raises(train.SettingsError, match="its max_steps is 10, not 6"):
+        go(resume=True)
+    result = go(longer, resume=True)
+    assert result["steps"] == 10 and steps() == [*range(1, 11)] and go(longer, resume=True) == result
+    shutil.copytree(whole, "again")
+    assert go(run_of(out="again", training={"max_steps": 10}), resume=True)["steps"] == 10
+    assert same("again", "run") and same("again/checkpoint-10", "run/checkpoint-10")
+
+
+def test_a_saved_classifier_cuts_what_is_too_long_and_says_nothing_as_it_loads(capfd, tmp_path):
+    rows = [f"{'good' if i % 2 else 'bad'} {i},{i % 2}" for i in range(60)]
+    Path("x.csv").write_text("\n".join(rows))
+    argv = "classify --data x.csv --size toy --max_steps 1 --report_to none --out run --length 16"
+    cli.train([*argv.split(), "--set", "task.columns=text,label"])
+    classify = pipeline("text-classification", "run", truncation=True, device="cpu")
+    assert classify("a long text " * 200)[0]["label"] in "01"
+    go(run_of("lm", out="lm", task_settings={"length": 16, "data": str(texts(tmp_path / "t"))}))
+    logging.enable_progress_bar()  # as in a fresh process
+    capfd.readouterr()
+    generate.main(["--model", "lm", "--prompt", "Line 1", "--max-new-tokens", "2"])
+    assert capfd.readouterr().err == ""
 
 
 def test_tensorboard_files_are_written():
@@ -276,7 +312,7 @@ def test_a_half_written_checkpoint_and_a_half_written_line_are_passed_over(whole
     with pytest.raises(train.Interrupted):
         go(watch=Signal(4))
     shutil.copytree("run/checkpoint-4", "run/checkpoint-5")
-    Path("run/checkpoint-5/complete").unlink()
+    Path("run/checkpoint-5", SEAL).unlink()
     Path("run/checkpoint-5/model.safetensors").write_bytes(b"half")
     with open("run/metrics.jsonl", "a") as file:
         file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')
@@ -435,73 +471,6 @@ def test_weights_that_are_not_finite_are_never_saved():
     assert not Path("b/model.safetensors").exists()
 
 
-@pytest.mark.parametrize(
-    "file", ["model.safetensors", "optimizer.pt", "trainer_state.json", "metrics.jsonl", "result.json"]
-)
-def test_a_full_disk_stops_with_a_word_and_the_run_goes_on_later(monkeypatch, file, whole):
-    """The write of one file fails halfway, from step 4 on."""
-    full = True
-
-    def fails(path) -> bool:
-        return (
-            full
-            and file in str(path)
-            and ("4" in str(path) or (len(checkpoints_of()) > 0 and "checkpoint" not in str(path)))
-        )
-
-    def checkpoints_of():
-        return list(Path("run").glob("checkpoint-*/complete"))
-
-    def failing(original, place):
-        def write(*args, **kwargs):
-            path = args[place] if len(args) > place else kwargs["filename"]
-            if fails(path):
-                with open(str(path), "wb") as half:
-                    half.write(b"{")
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-            return original(*args, **kwargs)
-
-        return write
-
-    if file == "optimizer.pt":
-        monkeypatch.setattr(torch, "save", failing(torch.save, 1))
-    elif file == "model.safetensors":
-        import transformers.modeling_utils as place
-
-        monkeypatch.setattr(place, "safe_save_file", failing(place.safe_save_file, 1))
-    elif file == "trainer_state.json":
-        from transformers import TrainerState
-
-        monkeypatch.setattr(TrainerState, "save_to_json", failing(TrainerState.save_to_json, 1))
-    elif file == "metrics.jsonl":
-        original = Path.open
-
-        def opened(self, *args, **kwargs):
-            if fails(self):
-                with original(self, *args, **kwargs) as half:
-                    half.write('{"step": 4, "lo')
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
-            return original(self, *args, **kwargs)
-
-        monkeypatch.setattr(Path, "open", opened)
-    else:
-        original_write = Path.write_text
-
-        def written(self, text, **kwargs):
-            if fails(self):
-                original_write(self, text[:5])
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self))
-            return original_write(self, text, **kwargs)
-
-        monkeypatch.setattr(Path, "write_text", written)
-    with pytest.raises(train.Stopped, match="No space left on device.*--resume goes on from run/checkpoint-"):
-        go()
-    assert checkpoints() and not Path("run/result.json").exists()  # and none of them half written
-    full = False
-    go(resume=True)
-    assert same("run", whole) and steps() == [1, 2, 3, 4, 5, 6]
-
-
 # Settings
 
 
@@ -633,8 +602,8 @@ def test_a_recipe_with_mistakes_is_refused(text, said):
 
 
 SETTINGS = {
-    "lm": {"length": 32},
-    "mlm": {"length": 32, "copies": 1, "tokenizer": "bytes"},
+    "lm": {"length": 32, "data": texts},
+    "mlm": {"length": 32, "data": texts, "copies": 1, "tokenizer": "bytes"},
     "classify": {"length": 32, "tokenizer": "bytes"},
     "seq2seq": {"length": 32, "target_length": 12},
     "listops": LISTOPS,
@@ -728,12 +697,12 @@ def test_a_trained_language_model_goes_on_with_a_text(capsys):
 
 
 @pytest.fixture
-def pretrained():
+def pretrained(tmp_path):
     go(
         run_of(
             "mlm",
             out="mlm",
-            task_settings=SETTINGS["mlm"],
+            task_settings=SETTINGS["mlm"] | {"data": str(texts(tmp_path / "data"))},
             training={"max_steps": 2, "eval_steps": 1},
             eval_examples=4,
             test_examples=4,
@@ -807,6 +776,7 @@ def test_a_start_that_cannot_be_is_refused(pretrained, capsys):
     a, b = [word for word in words if words[word] > 100][:2]
     words[a], words[b] = words[b], words[a]
     (folder / "tokenizer.json").write_text(json.dumps(text))
+    unseal(folder)
     with pytest.raises(SystemExit):
         cli.finetune([str(folder), "--length", "32", "--tokenizer", "bytes", "--out", "fine2"])
     assert "has another vocabulary than the task, of the same size" in capsys.readouterr().err
@@ -817,13 +787,13 @@ def test_pretraining_first_goes_on_at_either_stage(stage):
     run = run_of("listops", task_settings=LISTOPS, pretrain={"max_steps": 4}, test_examples=4)
     go(dataclasses.replace(run, out="whole"))
 
-    class Stop(Signal):
+    class Stop(TrainerCallback):
         def on_step_begin(self, args, *rest, **kwargs):
             if ("pretrain" in args.output_dir) == (stage == "pretrain"):
-                super().on_step_begin(args, *rest, **kwargs)
+                Signal(3).on_step_begin(args, *rest, **kwargs)
 
     with pytest.raises(train.Interrupted):
-        go(run, watch=Stop(3))
+        go(run, watch=Stop())
     assert Path("run/pretrain/result.json").exists() == (stage == "train")
     result = go(run, resume=True)
     assert same("run", "whole") and same("run/pretrain", "whole/pretrain") and result["steps"] == 6
@@ -845,9 +815,9 @@ def test_parameters_beside_softmax():
     assert share == pytest.approx(models.parameters(wide) / models.parameters(plain) - 1) and share > 0.1
 
 
-def test_masked_loss_is_a_mean_over_all_that_is_hidden():
+def test_masked_loss_is_a_mean_over_all_that_is_hidden(tmp_path):
     """Whatever share of the hidden tokens a batch has."""
-    task = tasks.build("mlm", length=32, copies=1)
+    task = tasks.build("mlm", length=32, copies=1, data=texts(tmp_path / "data"))
     model = models.build(task, size="toy", mixer="softmax").eval()
     batches = [task.collate([task.train[i]]) for i in range(3)]
     batches[0]["labels"][:, 8:] = tasks.IGNORE

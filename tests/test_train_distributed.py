@@ -215,7 +215,7 @@ def test_the_command_runs_under_torchrun_and_stops_when_asked(tmp_path):
     assert "interrupted by SIGINT at step" in said, said
     assert said.count("cosformer train:") == 1, said
     (checkpoint,) = out.glob("checkpoint-*")
-    assert (checkpoint / "complete").exists()
+    assert (checkpoint / "checksums.json").exists()
     assert {path.name for path in checkpoint.glob("rng_state*")} == {"rng_state_0.pth", "rng_state_1.pth"}
 
 

@@ -6,15 +6,20 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from .seal import damage
+
 DEFAULT_NEW_TOKENS = 100
 
 
 def load(directory: str | Path):
     """The model and tokenizer saved in a directory; SystemExit says what is missing."""
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer
+    from transformers.utils import logging
 
     from . import hf  # noqa: F401  registers the Cosformer model types
 
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
     directory = Path(directory)
     if not directory.is_dir():
         raise SystemExit(f"--model {directory}: there is no such directory")
@@ -27,13 +32,15 @@ def load(directory: str | Path):
         if not any(path for pattern in patterns for path in directory.glob(pattern)):
             files = ", ".join(patterns)
             raise SystemExit(f"--model {directory}: no {what} in it ({files}); save_pretrained writes it")
+    if (fault := damage(directory, model=True)) is not None:
+        raise SystemExit(f"--model {directory} is damaged: {fault}; cosformer train --resume makes it again")
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
         model = auto.from_pretrained(directory, local_files_only=True, **attention_of(config))
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except (ValueError, OSError, KeyError) as error:
-        raise SystemExit(f"--model {directory}: {error}") from error
+    except Exception as error:  # of a damaged file tokenizers raises just that
+        raise SystemExit(f"--model {directory}: {' '.join(str(error).split())}") from error
     return model.eval(), tokenizer
 
 

@@ -25,6 +25,7 @@ loss            decoder and encoder: what training minimises, "softmax" or "one-
 pooling         encoder only: how a text becomes one vector (pooling.py)
 """
 
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -64,6 +65,7 @@ class CosformerFields:
 
     if TYPE_CHECKING:  # fields of every architecture
         hidden_size: int
+        model_type: str
         max_position_embeddings: int
         use_cache: bool
 
@@ -76,6 +78,13 @@ class CosformerFields:
                 f"{FORMAT}: load it with the version that saved it, or train it again"
             )
         return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
+
+    def to_dict(self) -> dict[str, Any]:
+        """peft reads a config by this: LoRA without `target_modules` then knows ours as it knows Llama's."""
+        if (peft := sys.modules.get("peft.utils.constants")) is not None:
+            known = peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
+            known.setdefault(self.model_type, ["q_proj", "v_proj"])
+        return super().to_dict()  # type: ignore[misc]
 
     def settle(self, *, layers: int, heads: int, dropout: str, beside: Iterable[str] = ()) -> None:
         """Check the fields, and fill in those that follow from others; `beside` are mixers not in `mixer`."""

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-LAYOUT = 2  # part of every key: raise it when what is written, or what a setting means, changes
+LAYOUT = 3  # part of every key: raise it when what is written, or what a setting means, changes
 LARGE = 1 << 26  # bytes of a file whose digest is kept; a smaller one is read again
 TICK = 2.0  # seconds in which a file may change twice and keep its times
 

@@ -114,7 +114,8 @@ def _task(
         published=published,
         settings={"length": length, "label": label, **texts.settings},
         majority=majority(tables["test"].values("labels")),
-        notes=(*facts["notes"], *notes),
+        left_out=tuple(facts["left_out"]),
+        notes=(*encode.notes, *notes),
     )
 
 

@@ -108,7 +108,8 @@ class Task:
     settings: Mapping[str, Any] = field(default_factory=dict)  # all the data depends on, as JSON can hold it
     fingerprint: str  # of the content read (and its vocabulary), or of how it is made; not of paths
     majority: float | None = None  # classification only: the share of the test set's most frequent class
-    notes: tuple[str, ...] = ()  # what a user should be told of the data, a line each
+    left_out: tuple[str, ...] = ()  # a line on the rows that could not be read, if there were any
+    notes: tuple[str, ...] = ()  # what else a user should be told of the data, a line each
 
     def __post_init__(self):
         if self.kind not in KINDS:

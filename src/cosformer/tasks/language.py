@@ -40,7 +40,7 @@ class Tokenised:
             if end and size:
                 yield split, {"tokens": [special.eos], "bytes": size}
                 size = 0
-        self.facts["notes"] = self.corpus.source.bad.note()
+        self.facts["left_out"] = self.corpus.source.bad.note()
 
     def task(self, name: str, length: int, *, template: str, settings: dict[str, Any], **fields: Any) -> Task:
         """The task over windows of these tables; the saved tokenizer writes texts by `template`."""
@@ -49,7 +49,8 @@ class Tokenised:
             name=name,
             collate=Collate(self.encoder.special.pad, packed=True),
             settings={"length": length, **settings, **self.settings},
-            notes=(*self.facts["notes"], *self.encoder.notes),
+            left_out=tuple(self.facts["left_out"]),
+            notes=self.encoder.notes,
             **self.encoder.fields(content, length, single=template),
             **fields,
         )

@@ -1,5 +1,6 @@
 """Self-pretraining: a classification task's own inputs, to be restored where they are hidden."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -44,18 +45,9 @@ def pretraining(task: Task, *, share: float = 0.15, copies: int = 10, seed: int 
         rows = Singles(rows) if task.kind == "pair-classification" else rows
         return Masked(rows, copies=copies if split == "train" else 1, **hide)
 
-    sets: dict[str, Any] = {split: masked(split) for split in SPLITS}
-    return Task(
-        name=f"{task.name}-pretraining",
-        kind="masked-lm",
-        **sets,
-        **scores(TokenScores(shift=False), language_metrics, "loss_per_token"),
-        collate=Collate(special.pad),
-        vocab_size=task.vocab_size,
-        max_length=task.max_length,
-        special=special,
-        tokenizer=task.tokenizer,
-        published=task.published,
-        fingerprint=task.fingerprint,
-        settings={**task.settings, "share": share, "copies": copies, "pretraining_seed": seed},
-    )
+    fields: dict[str, Any] = {split: masked(split) for split in SPLITS}
+    fields |= scores(TokenScores(shift=False), language_metrics, "loss_per_token")
+    settings = {**task.settings, "share": share, "copies": copies, "pretraining_seed": seed}
+    name, collate = f"{task.name}-pretraining", Collate(special.pad)
+    fields |= {"name": name, "collate": collate, "settings": settings, "labels": (), "majority": None}
+    return replace(task, kind="masked-lm", **fields)

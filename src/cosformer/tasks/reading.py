@@ -16,7 +16,7 @@ PIECE = 1 << 18  # bytes read at once
 PEEK = 1 << 12  # bytes by which a file is known to be text
 MOST_CONTROL = 0.1  # share of control characters a text may begin with
 ARCHIVES = {b"PK\x03\x04": "zip", b"\x1f\x8b": "gzip", b"\xfd7zXZ": "xz", b"7z\xbc\xaf": "7z",
-            b"Rar!\x1a": "rar", b"\x28\xb5\x2f\xfd": "zstd"}  # fmt: skip
+            b"Rar!\x1a": "rar", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd"}  # fmt: skip
 
 
 class BadRows:

@@ -87,13 +87,8 @@ def recall(
         raise ValueError(f"length must be even and at least 4 * pairs; got length={length}, pairs={pairs}")
     if vocabulary // 2 - 1 < pairs:
         raise ValueError(f"vocabulary={vocabulary} has fewer than pairs={pairs} keys")
-    shape: dict[str, Any] = {
-        "length": length,
-        "pairs": pairs,
-        "vocabulary": vocabulary,
-        "power": power,
-        "blank": blank,
-    }
+    shape: dict[str, Any] = {"length": length, "pairs": pairs, "vocabulary": vocabulary}
+    shape |= {"power": power, "blank": blank}
     sets = _sets(examples, seed, 4, partial(associations, **shape))
     settings = {**shape, "examples": list(examples), "seed": seed}
     return _task("recall", sets, settings, vocab_size=vocabulary)

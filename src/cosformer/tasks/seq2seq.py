@@ -66,5 +66,6 @@ def seq2seq(
         collate=Collate(special.pad),
         max_target_length=target_length,
         settings={**sizes, **texts.settings},
-        notes=(*facts["notes"], *notes, *more),
+        left_out=tuple(facts["left_out"]),
+        notes=(*encode.notes, *notes, *more),
     )

@@ -35,7 +35,7 @@ class Texts:
     def stored(
         self, name: str, rows: Callable[[], Iterable[tuple]], *, facts: dict[str, Any], **settings: Any
     ) -> dict[str, Table]:
-        """Tables of `rows()`, their texts as tokens, whole; facts get notes for a user; see table.stored."""
+        """Tables of `rows()`, their texts as tokens, whole; facts say what is left out; see table.stored."""
 
         def encoded() -> Iterator[tuple]:
             left = iter(rows())
@@ -43,12 +43,10 @@ class Texts:
                 ids = iter(self.encoder.encode([row[role] for _, row in batch for role in self.roles]))
                 for split, row in batch:
                     yield split, {**row, **{role: next(ids) for role in self.roles}}
-            facts["notes"] = self.source.bad.note()
+            facts["left_out"] = self.source.bad.note()
 
         known = {"vocabulary": self.encoder.vocabulary(), "facts": facts, **self.key, **settings}
-        tables = stored(name, encoded, vocab_size=self.encoder.size, cache=self.source.cache, **known)
-        facts["notes"] += self.encoder.notes
-        return tables
+        return stored(name, encoded, vocab_size=self.encoder.size, cache=self.source.cache, **known)
 
 
 def length_for(needed: np.ndarray, asked: int | None, *, setting: str = "--length") -> tuple[int, list[str]]:

@@ -190,7 +190,12 @@ def encoder(
         return Encoder(byte_tokenizer(), is_bytes=True)
     name, _, size = tokenizer.partition(":")
     if name != "bpe":
-        return Encoder(_from_path(Path(tokenizer).expanduser()))
+        try:
+            return Encoder(_from_path(Path(tokenizer).expanduser()))
+        except DataError:
+            raise
+        except Exception as error:  # of a damaged file tokenizers raises just that
+            raise DataError(f"tokenizer={tokenizer!r} cannot be read: {error}") from error
     if tokenizer != "bpe" and not (size.isdigit() and int(size) >= LEAST):
         raise ValueError(f"tokenizer='bpe:SIZE' needs a SIZE of at least {LEAST}; got {tokenizer!r}")
 

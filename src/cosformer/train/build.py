@@ -8,14 +8,18 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from safetensors import SafetensorError
 from torch.utils.data import Dataset, Subset
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Seq2SeqTrainingArguments, TrainerCallback
 
 from .. import tasks
+from ..seal import damage
 from ..tasks.contract import Rows
 from . import models
 from .settings import DEFAULTS, Run, SettingsError
 from .trainer import Trainer
+
+LEAST = 100  # examples that the last scores are taken on, if there are so many
 
 
 @contextmanager
@@ -32,13 +36,17 @@ def refused(errors: Any, what: str) -> Iterator[None]:
 def build_task(run: Run, *, model: str | None = None) -> tasks.Task:
     """The run's task; a saved model reads its own tokens, up to its positions, unless told otherwise."""
     chosen, saved = dict(run.task_settings), Path(model or run.start or "")
+    if (fault := damage(saved, model=True)) is not None:
+        way = "another checkpoint of the run may be whole; train --resume makes a finished model again"
+        raise SettingsError(f"{saved} is damaged: {fault}; {way}")
     if (saved / "config.json").exists():
         accepted = tasks.settings(run.task)
         if "tokenizer" in accepted and (saved / "tokenizer.json").exists():
             chosen.setdefault("tokenizer", str(saved))
         if accepted.get("length", 0) is None:  # or it would be taken from the data
-            positions = AutoConfig.from_pretrained(saved, local_files_only=True).max_position_embeddings
-            chosen.setdefault("length", positions)
+            with refused(OSError, f"model {saved}"):
+                config = AutoConfig.from_pretrained(saved, local_files_only=True)
+            chosen.setdefault("length", config.max_position_embeddings)
     with refused((ValueError, TypeError, OSError), f"task {run.task!r}"):
         return tasks.build(run.task, **chosen)
 
@@ -46,7 +54,7 @@ def build_task(run: Run, *, model: str | None = None) -> tasks.Task:
 def build_model(run: Run, task: tasks.Task, *, start: str | None) -> PreTrainedModel:
     """The run's model: new, or a saved one with the head this task needs."""
     what = f"model {run.mixer!r}" if start is None else f"start {start}"
-    with refused((ValueError, TypeError, OSError), what):
+    with refused((ValueError, TypeError, OSError, SafetensorError), what):
         known = models.CLASSES[task.kind].config_class()
         if unknown := [name for name in run.model_fields if not hasattr(known, name)]:
             raise SettingsError(f"model has no field {unknown[0]!r}; see {type(known).__name__}")
@@ -92,11 +100,11 @@ def build_trainer(
     given = arguments(run, task)
     keep = given.pop("save_total_limit")  # upstream would delete too early
     with refused((ValueError, TypeError, ImportError), "training arguments"):
-        return Trainer(
+        trainer = Trainer(
             model=model,
             args=Seq2SeqTrainingArguments(output_dir=run.out, **given),
             train_dataset=task.train,
-            eval_dataset=part(task.validation, run.eval_examples),
+            eval_dataset=task.validation,
             data_collator=task.collate,
             compute_metrics=task.compute_metrics,
             preprocess_logits_for_metrics=task.preprocess_logits_for_metrics,
@@ -104,6 +112,35 @@ def build_trainer(
             callbacks=callbacks,
             keep=keep,
         )
+    trainer.eval_dataset = part(task.validation, run.eval_examples or while_training(trainer))
+    return trainer
+
+
+def while_training(trainer: Trainer) -> int:
+    """Examples of an evaluation while training: a sixth of those trained on between two of them.
+
+    With its metrics one takes less than half of the time of one trained on, so all of them take less than a
+    tenth. The number comes from the settings, not from a clock: a run done again, or resumed, has the same.
+    """
+    args, batch = trainer.args, trainer.get_total_train_batch_size(trainer.args)
+    every = args.eval_steps if args.eval_strategy == "steps" else steps_of(trainer) / args.num_train_epochs
+    every = every * steps_of(trainer) if every < 1 else every
+    return max(batch, int(every * batch / 6))
+
+
+def at_end(trainer: Trainer) -> int:
+    """Examples of the last scores, of each set: an eighth of those trained on, so that they take a tenth of
+    the time; sets that are smaller, as most are after a run of some length, are scored whole.
+    """
+    return max(LEAST, steps_of(trainer) * trainer.get_total_train_batch_size(trainer.args) // 8)
+
+
+def steps_of(trainer: Trainer) -> int:
+    """How many steps a run takes."""
+    args = trainer.args
+    if args.max_steps > 0:
+        return args.max_steps
+    return int(args.num_train_epochs * len(trainer.train_dataset) / trainer.get_total_train_batch_size(args))
 
 
 def arguments(run: Run, task: tasks.Task) -> dict[str, Any]:

@@ -1,18 +1,14 @@
-"""What is on the disk is whole or not there: files are renamed when complete, a checkpoint is marked last."""
+"""A run's checkpoints: those that are sealed count, and of these the newest whole one is gone on from."""
 
+import json
 import shutil
 from pathlib import Path
 
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-COMPLETE = "complete"
+from ..seal import damage, is_sealed
 
-
-def write(path: Path, text: str) -> None:
-    """A whole file or none: it is written beside and renamed."""
-    draft = path.with_name(f"{path.name}.draft")
-    draft.write_text(text)
-    draft.replace(path)
+ASIDE = "damaged-"  # before the name of a checkpoint that is not gone on from
 
 
 def checkpoint_of(out: str | Path, step: int) -> Path:
@@ -21,25 +17,50 @@ def checkpoint_of(out: str | Path, step: int) -> Path:
 
 def checkpoints(out: str | Path) -> list[Path]:
     """Every checkpoint of a run, whole or not, the newest last."""
-    return sorted(Path(out).glob(f"{PREFIX_CHECKPOINT_DIR}-*"), key=lambda path: int(path.name.split("-")[1]))
+    found = [path for path in Path(out).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path).isdigit()]
+    return sorted(found, key=lambda path: int(step_of(path)))
 
 
-def mark(checkpoint: Path) -> None:
-    """Say that all of it is written."""
-    (checkpoint / COMPLETE).touch()
-
-
-def is_complete(checkpoint: Path) -> bool:
-    return (checkpoint / COMPLETE).exists()
+def step_of(checkpoint: Path) -> str:
+    return checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
 
 
 def last_checkpoint(out: str | Path) -> Path | None:
-    """The newest complete one."""
-    return next(filter(is_complete, reversed(checkpoints(out))), None)
+    """The newest that was finished; whether it still is whole is not looked at."""
+    return next(filter(is_sealed, reversed(checkpoints(out))), None)
 
 
-def remove_incomplete(out: str | Path) -> None:
-    """Delete what a killed process left half written."""
-    for checkpoint in checkpoints(out):
-        if not is_complete(checkpoint):
+def newest_whole(out: str | Path) -> tuple[Path | None, dict[Path, str]]:
+    """The checkpoint to go on from, and what is wrong with each newer one."""
+    wrong: dict[Path, str] = {}
+    for checkpoint in reversed(checkpoints(out)):
+        fault = damage(checkpoint) if is_sealed(checkpoint) else "it was never finished"
+        fault = fault or damage_of_best(checkpoint)
+        if fault is None:
+            return checkpoint, wrong
+        wrong[checkpoint] = fault
+    return None, wrong
+
+
+def damage_of_best(checkpoint: Path) -> str | None:
+    """What is wrong with the best so far, which a run ends with; one deleted for a better one is not missed:
+    the better one comes again."""
+    best = json.loads((checkpoint / "trainer_state.json").read_text())["best_global_step"]
+    fault = None if best is None else damage(checkpoint_of(checkpoint.parent, best))
+    return fault and f"of the best until then, {PREFIX_CHECKPOINT_DIR}-{best}, {fault}"
+
+
+def put_aside(wrong: dict[Path, str]) -> list[str]:
+    """Delete what was half written and rename what was damaged since; a line on each."""
+    told = []
+    for checkpoint, fault in wrong.items():
+        aside = checkpoint.with_name(ASIDE + checkpoint.name)
+        shutil.rmtree(aside, ignore_errors=True)
+        kept = ""
+        if is_sealed(checkpoint):
+            checkpoint.rename(aside)
+            kept = f" (now {aside.name})"
+        else:
             shutil.rmtree(checkpoint)
+        told.append(f"{checkpoint} is skipped: {fault}{kept}")
+    return told

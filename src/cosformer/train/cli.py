@@ -2,8 +2,6 @@
 
 import argparse
 import json
-import os
-import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +15,7 @@ from transformers import HfArgumentParser, Seq2SeqTrainingArguments
 from .. import mixers, tasks
 from . import models
 from .dryrun import dry_run
-from .progress import clock, quieten, show
+from .progress import clock, quieten, say, show
 from .run import train as carry_out
 from .scores import evaluate as score
 from .settings import KEYS, TABLES, Run, SettingsError, read_recipe
@@ -90,7 +88,9 @@ def parser(prog: str, description: str) -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(prog=prog, description=description, argument_default=none, allow_abbrev=False)
     p.add_argument("--data", help="a text, CSV, TSV or JSONL file, or a folder (default: the task's own)")
     p.add_argument("--length", type=int, help="tokens a sequence has at most")
-    p.add_argument("--tokenizer", help='"bpe" (default: trained on the data), "bpe:8000", "bytes" or a path')
+    p.add_argument("--tokenizer", help='"bpe" (default: made from the data), "bpe:8000", "bytes" or a path')
+    bad = "leave out up to N rows that cannot be read (default: 0, the first is an error)"
+    p.add_argument("--skip-bad-rows", type=int, metavar="N", help=bad)
     p.add_argument("--test-examples", type=int, help="take the final scores on this many examples")
     p.add_argument(
         "--set", action="append", metavar="TABLE.KEY=VALUE", help="any other setting, as in a recipe"
@@ -103,8 +103,10 @@ def training_parser(prog: str, description: str) -> argparse.ArgumentParser:
     p.epilog = THEIRS
     p.add_argument("--recipe", type=Path, help="a TOML file with the same settings; the command line wins")
     p.add_argument("--out", help="the run's folder (default: runs/TASK-MIXER)")
-    p.add_argument("--eval-examples", type=int, help="validate on this many examples while training")
-    p.add_argument("--resume", action="store_true", help="go on from the last checkpoint in --out")
+    few = "validate on this many examples while training (default: for less than a tenth of the time)"
+    p.add_argument("--eval-examples", type=int, help=few)
+    again = "go on from the newest whole checkpoint in --out; with a larger --max_steps a finished run, too"
+    p.add_argument("--resume", action="store_true", help=again)
     return p
 
 
@@ -133,7 +135,7 @@ def merge(given: argparse.Namespace, training: dict[str, Any], *, task: str | No
     found.setdefault("task", task)
     if found["task"] is None:
         raise SettingsError("no task: name one, or give a --recipe that does")
-    for key in ("data", "length", "tokenizer"):
+    for key in ("data", "length", "tokenizer", "skip_bad_rows"):
         if key in said:
             found.setdefault("task_settings", {})[key] = said[key]
     for assignment in said.get("set", []):
@@ -201,9 +203,23 @@ def train_and_say(p: argparse.ArgumentParser, argv: list[str], *, task: str | No
         for split in ("validation", "test"):
             print(f"{split:<10} {show(result[split])}")
         took = f"{result['steps']:,} steps, {result['tokens']:,} tokens, {clock(result['seconds'])}"
-        print(f"{took}; the model is in {run.out}")
+        print(f"{took}; the model is in {run.out}", *remarks(result, run.out), sep="\n")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def remarks(result: dict[str, Any], out: str) -> list[str]:
+    """What must not be overlooked in a result."""
+    said = list(result["left_out"])
+    if result["examples"] < result["of"]:
+        part = f"{result['examples']:,} of {result['of']:,} test examples, as suits a run so short"
+        said.append(f"scored on {part}; cosformer evaluate {out} takes all")
+    if (usual := result["most_frequent"]) is not None:
+        found, noise = result["test"]["accuracy"], 2 * (usual * (1 - usual) / result["examples"]) ** 0.5
+        if found <= usual + noise:
+            told = f"IT HAS NOT LEARNED: accuracy {found:.1%} is no better than the most frequent class alone"
+            said.append(f"{told} ({usual:.1%}). Train longer, or with another --learning_rate")
+    return said
 
 
 @contextmanager
@@ -217,6 +233,5 @@ def one_line(prog: str) -> Iterator[None]:
         code, said = 130, "stopped at once"
     else:
         return
-    if os.environ.get("RANK", "0") == "0":  # one of the processes speaks
-        print(f"{prog}: {said}", file=sys.stderr)
+    say(f"{prog}: {said}")
     raise SystemExit(code)

@@ -27,9 +27,8 @@ def size_of(name: str, task: Task) -> Size:
     """A preset, or "published": the sizes the task was published with."""
     if name == "published":
         if task.published is None:
-            raise ValueError(
-                f"size 'published': task {task.name!r} has no published sizes; one of {', '.join(SIZES)}"
-            )
+            told = f"size 'published': task {task.name!r} has no published sizes"
+            raise ValueError(f"{told}; one of {', '.join(SIZES)}")
         p = task.published
         return Size(p.layers, p.width, p.heads, p.feedforward)
     if name not in SIZES:
@@ -50,30 +49,17 @@ def config_of(
     wide = shape.feedforward or 4 * shape.width
     spread = max(
         0.02, 0.8 / math.sqrt(shape.width)
-    )  # 0.02 is for widths near 1,000: small models barely start from it
+    )  # from 0.02, for widths near 1,000, small models barely start
     if task.kind == "seq2seq":
-        known |= {
-            "d_model": shape.width,
-            "encoder_layers": shape.layers,
-            "decoder_layers": shape.layers,
-            "dropout": 0.0,
-        }
-        known |= {
-            "encoder_attention_heads": shape.heads,
-            "decoder_attention_heads": shape.heads,
-            "encoder_ffn_dim": wide,
-        }
-        known |= {"decoder_ffn_dim": wide, "decoder_start_token_id": special.bos, "forced_eos_token_id": None}
-        known |= {
-            "max_position_embeddings": max(task.max_length, task.max_target_length or 0),
-            "init_std": spread,
-        }
+        known |= {"d_model": shape.width, "dropout": 0.0, "init_std": spread}
+        for part in ("encoder", "decoder"):
+            known |= {f"{part}_layers": shape.layers, f"{part}_attention_heads": shape.heads}
+            known[f"{part}_ffn_dim"] = wide
+        known |= {"decoder_start_token_id": special.bos, "forced_eos_token_id": None}
+        known["max_position_embeddings"] = max(task.max_length, task.max_target_length or 0)
         return hf.CosformerSeq2SeqConfig(**{**known, **(fields or {})})
-    known |= {
-        "hidden_size": shape.width,
-        "num_hidden_layers": shape.layers,
-        "num_attention_heads": shape.heads,
-    }
+    known |= {"hidden_size": shape.width, "num_hidden_layers": shape.layers}
+    known["num_attention_heads"] = shape.heads
     known["initializer_range"] = spread
     known["intermediate_size"] = 32 * round(2 * wide / 3 / 32)  # a gated MLP has three matrices, not two
     if task.kind == "causal-lm":
@@ -84,22 +70,15 @@ def config_of(
     return hf.CosformerEncoderConfig(**{**known, **(fields or {})})
 
 
-def build(
-    task: Task,
-    *,
-    mixer: str = "cosformer",
-    size: str = "tiny",
-    fields: dict[str, Any] | None = None,
-    seed: int = 0,
-) -> PreTrainedModel:
-    """A new model for the task, its weights drawn from `seed`."""
-    config = config_of(task, mixer=mixer, size=size, fields=fields)
+def build(task: Task, *, seed: int = 0, **chosen: Any) -> PreTrainedModel:
+    """A new model for the task, as `config_of` takes what is chosen, its weights drawn from `seed`."""
+    config = config_of(task, **chosen)
     torch.manual_seed(seed)
     return CLASSES[task.kind](config)
 
 
 def load(directory: str, kind: str, **fields: Any) -> PreTrainedModel:
-    """The saved model of a directory, for tasks of `kind`; a head that it does not have is drawn anew."""
+    """The saved model of a directory as one for tasks of `kind`; a head it does not have is drawn anew."""
     return CLASSES[kind].from_pretrained(directory, local_files_only=True, **fields)
 
 
@@ -117,16 +96,11 @@ def parameters(model: PreTrainedModel) -> int:
 def parameters_beside_softmax(
     model: PreTrainedModel, task: Task, *, size: str, fields: dict[str, Any] | None = None
 ) -> float:
-    """The share of parameters a model has more than softmax with learned positions at the same size."""
-    ours = (
-        "mixer_options",
-        "horizon",
-        "layer_types",
-        "full_attention_interval",
-        "short_conv",
-        "qk_norm",
-        "output_gate",
-    )
+    """The share of parameters a model has more than softmax with learned positions at the same size, by
+    shapes alone.
+    """
+    ours = ["mixer_options", "horizon", "layer_types", "full_attention_interval", "short_conv", "qk_norm"]
+    ours += ["output_gate"]
     plain = {k: v for k, v in (fields or {}).items() if k not in ours}
     with torch.device("meta"):
         softmax = CLASSES[task.kind](config_of(task, mixer="softmax", size=size, fields=plain))

@@ -6,6 +6,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from tqdm.auto import tqdm
 from transformers import TrainerCallback
 from transformers.utils import logging
 
-from .checkpoints import write
+from ..seal import write
 
 OWN = ("runtime", "per_second", "model_preparation_time")  # what the Trainer adds to scores of its own
 
@@ -23,6 +24,12 @@ def quieten() -> None:
     """transformers' own remarks and bars are about code, not about a run."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+
+
+def say(line: str) -> None:
+    """Something a user must know; one of the processes speaks."""
+    if os.environ.get("RANK", "0") == "0":
+        print(line, file=sys.stderr, flush=True)
 
 
 class Metrics(TrainerCallback):
@@ -72,31 +79,81 @@ class Metrics(TrainerCallback):
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file; a last one that a killed process left half written is dropped."""
+    """The lines of a metrics file, up to one that a killed process left half written, or that was damaged."""
     rows = []
-    for line in path.read_text().splitlines() if path.exists() else []:
+    for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
+            row = json.loads(line)
+        except ValueError:
             break
+        if not isinstance(row, dict) or not {"step", "seconds"} <= row.keys():
+            break
+        rows.append(row)
     return rows
+
+
+class Pace(TrainerCallback):
+    """How long a run still takes, by the means of what its steps, evaluations and checkpoints took.
+
+    An example of an evaluation is taken for a third of one of training until the first evaluation is over.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter):
+        self.clock, self.mark = clock, 0.0
+        self.batch, self.validated, self.at_end = 1, 0, 0  # examples of a step, an evaluation, the end
+        self.took: dict[str, list[float]] = {"step": [], "evaluation": [], "save": []}
+
+    def note(self, what: str | None = None) -> None:
+        now = self.clock()
+        if what is not None:
+            self.took[what].append(now - self.mark)
+        self.mark = now
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        self.note()
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.note("step")
+
+    def on_evaluate(self, args, state, control, **kwargs):
+        self.note("evaluation")
+
+    def on_save(self, args, state, control, **kwargs):
+        self.note("save")
+
+    def left(self, state) -> float:
+        """Seconds until all is done, the last scores included."""
+        step, evaluation, save = (self.mean(what) for what in self.took)
+        example = evaluation / self.validated if evaluation else step / (3 * self.batch)
+        seconds = (state.max_steps - state.global_step) * step + self.at_end * example
+        for every, each in ((state.eval_steps, self.validated * example), (state.save_steps, save)):
+            if every:
+                seconds += (state.max_steps // every - state.global_step // every) * each
+        return seconds
+
+    def mean(self, what: str) -> float:
+        """The mean of the last hundred; the first, which is slow, counts only while it is alone."""
+        took = self.took[what][1:][-100:] or self.took[what]
+        return sum(took) / max(1, len(took))
 
 
 class Bar(TrainerCallback):
     """A progress bar on a terminal, a line now and then elsewhere."""
 
     every = 30.0  # seconds between lines
+    form = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
-    def __init__(self):
+    def __init__(self, pace: Pace):
         self.bar: tqdm | None = None
-        self.said = 0.0
+        self.said, self.pace = 0.0, pace
 
     def on_train_begin(self, args, state, control, **kwargs):
         if not state.is_world_process_zero:
             return
         if sys.stderr.isatty():
-            self.bar = tqdm(total=state.max_steps, initial=state.global_step, unit="step", dynamic_ncols=True)
-        self.begun = self.last = (time.perf_counter(), state.global_step, state.num_input_tokens_seen)
+            done = {"total": state.max_steps, "initial": state.global_step, "bar_format": self.form}
+            self.bar = tqdm(unit="step", dynamic_ncols=True, **done)
+        self.last = (time.perf_counter(), state.num_input_tokens_seen)
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.bar is not None:
@@ -105,20 +162,19 @@ class Bar(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or not logs:
             return
-        now = (time.perf_counter(), state.global_step, state.num_input_tokens_seen)
-        speed = (now[2] - self.last[2]) / max(now[0] - self.last[0], 1e-9)
+        now = (time.perf_counter(), state.num_input_tokens_seen)
+        speed = (now[1] - self.last[1]) / max(now[0] - self.last[0], 1e-9)
         self.last = now
         if "eval_loss" in logs:
             found = {key.removeprefix("eval_"): logs[key] for key in logs if key.startswith("eval_")}
             self.say(f"step {state.global_step:,}: {show(found)}")
-        elif "loss" in logs and self.bar is not None:
-            self.bar.set_postfix_str(f"loss {logs['loss']:.4f}, {speed:,.0f} tokens/s")
-        elif "loss" in logs and now[0] - self.said > self.every:
-            self.said = now[0]
-            a_step = (now[0] - self.begun[0]) / max(1, now[1] - self.begun[1])
-            left = clock(a_step * (state.max_steps - state.global_step))
-            where = f"step {state.global_step:,} of {state.max_steps:,}"
-            self.say(f"{where}: loss {logs['loss']:.4f}, {speed:,.0f} tokens/s, {left} left")
+        elif "loss" in logs:
+            line = f"loss {logs['loss']:.4f}, {speed:,.0f} tokens/s, {clock(self.pace.left(state))} left"
+            if self.bar is not None:
+                self.bar.set_postfix_str(line)
+            elif now[0] - self.said > self.every:
+                self.said = now[0]
+                self.say(f"step {state.global_step:,} of {state.max_steps:,}: {line}")
 
     def say(self, line: str) -> None:
         if self.bar is None:
@@ -129,6 +185,8 @@ class Bar(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         if self.bar is not None:
             self.bar.close()
+        if state.is_world_process_zero and self.pace.at_end and state.global_step >= state.max_steps:
+            print(f"scoring {self.pace.at_end:,} examples of validation and test", flush=True)
 
 
 def show(scores: dict[str, float]) -> str:
@@ -167,9 +225,8 @@ class Interrupt(TrainerCallback):
         under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # which passes on what every process got already
         if self.trained or (self.asked is not None and number == signal.SIGINT and not under_torchrun):
             raise KeyboardInterrupt
-        if self.asked is None and os.environ.get("RANK", "0") == "0":
-            said = "\nstopping after this step, with a checkpoint; once more to stop at once"
-            print(said, file=sys.stderr, flush=True)
+        if self.asked is None:
+            say("\nstopping after this step, with a checkpoint; once more to stop at once")
         self.asked = signal.Signals(number).name
 
     def on_step_end(self, args, state, control, **kwargs):

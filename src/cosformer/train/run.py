@@ -10,15 +10,17 @@ from typing import Any
 
 import torch
 from accelerate import PartialState
+from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel, TrainerCallback
 
 from .. import tasks
+from ..seal import damage, files, is_sealed, seal, unseal, write
 from . import models
-from .build import build_model, build_task, build_trainer, refused
-from .checkpoints import last_checkpoint, remove_incomplete, write
-from .progress import Bar, Interrupt, Metrics
+from .build import at_end, build_model, build_task, build_trainer, refused
+from .checkpoints import newest_whole, put_aside
+from .progress import Bar, Interrupt, Metrics, Pace, say
 from .scores import scores
-from .settings import Run, SettingsError
+from .settings import DEFAULTS, Run, SettingsError
 from .trainer import UNWRITABLE, Interrupted, Stopped, Trainer
 
 PACKAGES = ("cosformer", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
@@ -29,26 +31,28 @@ SPREAD = (  # how a run's batches are spread over processes; it may go on with a
     "fsdp",
     "fsdp_config",
 )
+LENGTH = ("max_steps", "num_train_epochs")  # a run may go on for more of these
 
 
 def train(run: Run, *, resume: bool = False, watch: TrainerCallback | None = None) -> dict[str, Any]:
-    """Carry out a run and return its result; a finished one is not done again.
+    """Carry out a run and return its result; a finished one is not done again, unless for more steps.
 
-    `resume` goes on from the last complete checkpoint of `run.out`, or begins if there is none. `watch` is
+    `resume` goes on from the newest whole checkpoint of `run.out`, or begins if there is none. `watch` is
     shown the progress in the place of a bar. Raises `SettingsError` where a setting cannot be, and `Stopped`
     where training cannot go on; `Interrupted` is a `Stopped`.
     """
     out = Path(run.out)
-    check_folder(run, resume=resume)
-    if (out / "result.json").exists():
-        return json.loads((out / "result.json").read_text())
+    longer = check_folder(run, resume=resume)
+    if not longer and (result := finished(out)) is not None:
+        return result
     processes = PartialState(cpu=not torch.cuda.is_available())
     with processes.main_process_first():  # it prepares the data, the others find it
         task = build_task(run)
     new = processes.is_main_process and not (out / "run.json").exists()
-    if new:
+    if new or (longer and processes.is_main_process):
         with refused(OSError, "out"):
             out.mkdir(parents=True, exist_ok=True)
+            unseal(out)  # it is finished no more
             run.save(out / "run.json")
     try:
         start = run.start if run.pretrain is None else pretrain(run, task, watch=watch)
@@ -59,36 +63,65 @@ def train(run: Run, *, resume: bool = False, watch: TrainerCallback | None = Non
         raise
 
 
-def check_folder(run: Run, *, resume: bool) -> None:
-    """Refuse a folder that holds another run, or this one unless it is to go on."""
+def check_folder(run: Run, *, resume: bool) -> bool:
+    """Refuse a folder that holds another run, or this one unless it is to go on; whether it is for longer."""
     out = Path(run.out)
     if not (out / "run.json").exists():
         if any(out.glob("checkpoint-*")):
             told = f"{out} holds checkpoints of something else (there is no run.json)"
             raise SettingsError(f"{told}; choose another --out")
-        return
+        return False
     if not resume:
         raise SettingsError(f"{out} already holds a run; go on with --resume, or choose another --out")
-    saved, given = Run.load(out / "run.json").plain(), run.plain()
+    saved, given, longer = Run.load(out / "run.json").plain(), run.plain(), False
     for settings in (saved, given):
-        for key in SPREAD:
+        settings["training"] = {"max_steps": DEFAULTS["max_steps"], **settings["training"]}
+        for key in (*SPREAD, "out"):
             settings["training"].pop(key, None)
-    for name in saved:
-        if name != "out" and saved[name] != given[name]:
-            told = f"{out} holds another run: its {name} is {saved[name]!r}, not {given[name]!r}"
-            raise SettingsError(f"{told}; to train it further: --start {out} and another --out")
+            settings.pop(key, None)
+    for key in LENGTH:
+        before, now = (settings["training"].get(key, 0) for settings in (saved, given))
+        if 0 < before < now:
+            longer, saved["training"][key] = True, now
+    saved, given = flat(saved), flat(given)
+    for name in saved | given:
+        if saved.get(name) != given.get(name):
+            told = f"{out} holds another run: its {name} is {saved.get(name)!r}, not {given.get(name)!r}"
+            way = f"a larger --max_steps, or --start {out} and another --out"
+            raise SettingsError(f"{told}; to train it further: {way}")
+    return longer
+
+
+def flat(settings: dict[str, Any]) -> dict[str, Any]:
+    """Settings without tables: a table's key stands for itself."""
+    found: dict[str, Any] = {}
+    for name, value in settings.items():
+        found |= value if isinstance(value, dict) and name != "pretrain" else {name: value}
+    return found
+
+
+def finished(out: Path) -> dict[str, Any] | None:
+    """The result of a run that is done, unless what it left was damaged: then it is made again."""
+    if not is_sealed(out):
+        return None
+    if (fault := damage(out)) is not None:
+        say(f"{out} was finished, but {fault}: the model is made again from the run's checkpoints")
+        return None
+    return json.loads((out / "result.json").read_text())
 
 
 def pretrain(run: Run, task: tasks.Task, *, watch: TrainerCallback | None) -> str:
     """Masked pre-training on the task's own inputs; where its model is."""
     out = Path(run.out) / "pretrain"
-    if not (out / "result.json").exists():
-        training, about = run.training | (run.pretrain or {}), f"pre-training of: {run.about}"
-        first = dataclasses.replace(run, out=str(out), training=training, pretrain=None, about=about)
-        with refused(ValueError, "pretrain"):
-            before = tasks.pretraining(task, seed=first.seed)
+    training, about = run.training | (run.pretrain or {}), f"pre-training of: {run.about}"
+    first = dataclasses.replace(run, out=str(out), training=training, pretrain=None, about=about)
+    with refused(ValueError, "pretrain"):
+        before = tasks.pretraining(task, seed=first.seed)
+    if finished(out) is None:
         out.mkdir(parents=True, exist_ok=True)
         stage(first, before, start=run.start, watch=watch)
+    else:
+        check_data(out, before)
     return str(out)
 
 
@@ -97,18 +130,17 @@ def stage(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallba
     out, began = Path(run.out), time.perf_counter()
     with Interrupt() as interrupt:
         model = build_model(run, task, start=start)
-        metrics = Metrics(out / "metrics.jsonl")
-        trainer = build_trainer(run, task, model, [interrupt, metrics, watch or Bar()])
+        metrics, pace = Metrics(out / "metrics.jsonl"), Pace()
+        trainer = build_trainer(run, task, model, [interrupt, metrics, pace, watch or Bar(pace)])
         check_batch_norm(model, trainer)
+        examples = run.test_examples or at_end(trainer)
+        pace.batch = trainer.get_total_train_batch_size(trainer.args)
+        pace.validated = len(trainer.eval_dataset)
+        pace.at_end = sum(min(examples, len(rows)) for rows in (task.validation, task.test))
         first = trainer.is_world_process_zero()
-        if first:
-            remove_incomplete(out)
-            if watch is None:
-                print(description(run, task, model), flush=True)
-        trainer.accelerator.wait_for_everyone()
-        last = last_checkpoint(out)
-        if last is not None:
-            check_batch(out, trainer)
+        if first and watch is None:
+            print(description(run, task, model), flush=True)
+        last = resume_point(out, task, trainer)
         trainer.args.eval_on_start &= last is None  # the start is behind
         try:
             if first:
@@ -118,17 +150,49 @@ def stage(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallba
             if interrupt.asked is not None and trainer.state.global_step < trainer.state.max_steps:
                 at = f"interrupted by {interrupt.asked} at step {trainer.state.global_step}"
                 raise Interrupted(f"{at}; {trainer.what_is_left()}")
+            before = files(out) if first else {}
             trainer.save_model(str(out))
-            result = result_of(run, task, trainer)
+            result = result_of(run, task, trainer, examples=examples)
             result["seconds"] = round(metrics.seconds + time.perf_counter() - began, 1)
             if first:
                 write(out / "result.json", json.dumps(result, indent=1) + "\n")
+                seal(out, [name for name, written in files(out).items() if before.get(name) != written])
             if interrupt.asked is not None:  # in the last evaluation; what would come after must not begin
                 told = f"interrupted by {interrupt.asked} after the last step"
                 raise Interrupted(f"{told}; the run in {out} is complete")
         except UNWRITABLE as error:
             raise Stopped(f"{error}; {trainer.what_is_left()}") from error
     return result
+
+
+def resume_point(out: Path, task: tasks.Task, trainer: Trainer) -> Path | None:
+    """The newest whole checkpoint, the same for all processes; newer ones are put aside, with a line on each.
+
+    Refused: other batches, other data, and to go on without the best checkpoint where it is damaged.
+    """
+    told: list[Any] = [None, None]  # the first process finds it and tells the others
+    if trainer.is_world_process_zero():
+        try:
+            last, wrong = newest_whole(out)
+            if last is not None:
+                check_batch(out, trainer)
+                check_data(out, task)
+            elif whole := [path for path in wrong if is_sealed(path) and damage(path) is None]:
+                way = "delete that one to go on without it, or begin again with another --out"
+                raise Stopped(f"{whole[0]} is whole, but {wrong[whole[0]]}; {way}")
+            for line in put_aside(wrong):
+                say(line)
+            if wrong:
+                say(f"going on from {last}" if last else "no whole checkpoint is left: beginning again")
+            told[0] = last
+        except (SettingsError, Stopped) as error:
+            told[1] = error
+        except OSError as error:
+            told[1] = Stopped(f"{error}; nothing was changed")
+    broadcast_object_list(told)
+    if told[1] is not None:
+        raise told[1]
+    return told[0]
 
 
 def check_batch_norm(model: PreTrainedModel, trainer: Trainer) -> None:
@@ -140,8 +204,7 @@ def check_batch_norm(model: PreTrainedModel, trainer: Trainer) -> None:
 
 def check_batch(out: Path, trainer: Trainer) -> None:
     """A run may go on with another number of processes, but not with other batches."""
-    before = json.loads((out / "resolved.json").read_text())["batch"]
-    now = trainer.get_total_train_batch_size(trainer.args)
+    before, now = saved_fact(out, "batch"), trainer.get_total_train_batch_size(trainer.args)
     if before != now:
         factors = "per_device_train_batch_size x gradient_accumulation_steps x "
         raise SettingsError(
@@ -150,11 +213,29 @@ def check_batch(out: Path, trainer: Trainer) -> None:
         )
 
 
+def check_data(out: Path, task: tasks.Task) -> None:
+    """A run goes on with the data it has seen: of other data, what is held out may have been trained on."""
+    if saved_fact(out, "data") != task.fingerprint:
+        told = f"{out} was trained on other data: what --data names has changed since"
+        raise SettingsError(f"{told}. Put it back to go on, or train on the new with another --out")
+
+
+def saved_fact(out: Path, name: str) -> Any:
+    """What resolved.json says of a run that is to go on."""
+    try:
+        return json.loads((out / "resolved.json").read_text())[name]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        told = f"{out / 'resolved.json'} cannot be read ({type(error).__name__}: {error})"
+        way = "so nobody knows which batches and data to go on with; --start and another --out begin anew"
+        raise SettingsError(f"{told}, {way}") from None
+
+
 def resolved(run: Run, task: tasks.Task, trainer: Trainer) -> dict[str, Any]:
     """Everything a run depends on, defaults included, to be read by people."""
     return {
         "run": run.plain(),
         "task": dict(task.settings),
+        "data": task.fingerprint,
         "model": trainer.model.config.to_dict(),
         "training": trainer.args.to_dict(),
         "processes": trainer.args.world_size,
@@ -165,14 +246,18 @@ def resolved(run: Run, task: tasks.Task, trainer: Trainer) -> dict[str, Any]:
     }
 
 
-def result_of(run: Run, task: tasks.Task, trainer: Trainer) -> dict[str, Any]:
+def result_of(run: Run, task: tasks.Task, trainer: Trainer, *, examples: int) -> dict[str, Any]:
     return {
         "task": task.name,
         "mixer": run.mixer,
         "metric": task.metric,
         "greater_is_better": task.greater_is_better,
-        "validation": scores(trainer, task, "validation", examples=run.test_examples),
-        "test": scores(trainer, task, "test", examples=run.test_examples),
+        "validation": scores(trainer, task, "validation", examples=examples),
+        "test": scores(trainer, task, "test", examples=examples),
+        "examples": min(examples, len(task.test)),
+        "of": len(task.test),
+        "most_frequent": task.majority,
+        "left_out": list(task.left_out),
         "best_step": trainer.state.best_global_step,
         "steps": trainer.state.global_step,
         "tokens": trainer.state.num_input_tokens_seen,
@@ -191,4 +276,4 @@ def description(run: Run, task: tasks.Task, model: PreTrainedModel) -> str:
     sets = ", ".join(f"{len(getattr(task, split)):,} {split}" for split in tasks.SPLITS)
     said = f"{task.name}, {run.mixer}: {models.parameters(model):,} parameters{more}; "
     said += f"{sets} examples of up to {task.max_length:,} tokens"
-    return "\n".join([said, *task.notes])
+    return "\n".join([said, *task.left_out, *task.notes])

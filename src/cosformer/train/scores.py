@@ -7,7 +7,7 @@ from pathlib import Path
 
 from .. import tasks
 from . import models
-from .build import build_model, build_task, build_trainer, part
+from .build import build_model, build_task, build_trainer, part, refused
 from .progress import OWN
 from .settings import Run, SettingsError
 from .trainer import Trainer
@@ -28,7 +28,8 @@ def scores(trainer: Trainer, task: tasks.Task, split: str, *, examples: int | No
 def evaluate(run: Run, model: str | Path, *, split: str = "test") -> dict[str, float]:
     """The scores of the model saved in a folder on one split of a run's task."""
     task = build_task(run, model=str(model))
-    head = json.loads((Path(model) / "config.json").read_text()).get("architectures") or [None]
+    with refused(ValueError, f"model {model}"):
+        head = json.loads((Path(model) / "config.json").read_text()).get("architectures") or [None]
     if head[0] != models.CLASSES[task.kind].__name__:
         told = f"{model} is a {head[0]}, which knows nothing of task {task.name!r} yet"
         raise SettingsError(f"{told}; cosformer finetune trains it")

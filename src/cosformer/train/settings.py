@@ -17,8 +17,8 @@ from typing import Any
 from transformers import Seq2SeqTrainingArguments
 
 from .. import mixers, tasks
+from ..seal import write
 from . import models
-from .checkpoints import write
 
 DEFAULTS: dict[str, Any] = {  # of ours, where transformers' are for large runs on GPUs
     "max_steps": 1000,

@@ -1,6 +1,6 @@
 """transformers' Trainer, with checkpoints that are whole or not there; it stops where a run would be spoilt.
 
-A checkpoint counts once it is marked, which is done last; older ones are deleted after that. So a process
+A checkpoint counts once it is sealed, which is done last; older ones are deleted after that. So a process
 that is killed at any moment leaves one to resume from, if it ever had one. Overrides of private methods say
 what upstream lacks.
 """
@@ -16,7 +16,8 @@ from transformers import PrinterCallback, TrainerCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler
 from transformers.trainer_utils import rotate_checkpoints
 
-from .checkpoints import checkpoint_of, is_complete, last_checkpoint, mark
+from ..seal import files, is_sealed, seal, unseal
+from .checkpoints import checkpoint_of, last_checkpoint
 from .progress import anybody
 from .sharded import Sharded
 
@@ -111,9 +112,15 @@ class Trainer(Sharded):
         last = last_checkpoint(self.args.output_dir)
         return f"--resume goes on from {last}" if last else "no checkpoint was saved yet"
 
-    def _determine_best_metric(self, *args: Any, **kwargs: Any) -> bool:
-        """Upstream saves the best only where save_steps happens to say so, and then cannot load it."""
-        better = super()._determine_best_metric(*args, **kwargs)
+    def _determine_best_metric(self, metrics: dict[str, float], *args: Any, **kwargs: Any) -> bool:
+        """Upstream keeps the first of equals, not the one with the lowest loss, and saves the best only where
+        save_steps happens to say so, and then cannot load it."""
+        score = metrics.get(f"eval_{self.args.metric_for_best_model}")
+        if self.state.best_global_step is not None and score == self.state.best_metric:
+            rows = {row["step"]: row for row in self.state.log_history if "eval_loss" in row}
+            if metrics["eval_loss"] < rows[self.state.best_global_step]["eval_loss"]:
+                self.state.best_metric = None  # upstream takes what comes then
+        better = super()._determine_best_metric(metrics, *args, **kwargs)
         if better and self.args.load_best_model_at_end:
             self.control.should_save = True
         return better
@@ -122,16 +129,19 @@ class Trainer(Sharded):
         """Upstream deletes old checkpoints before the new one is known to be whole, and may leave a part."""
         folder = checkpoint_of(self.args.output_dir, self.state.global_step)
         try:
+            if self.args.should_save:
+                unseal(folder)
             super()._save_checkpoint(model, trial)
             self.accelerator.wait_for_everyone()
             if self.args.should_save:
-                mark(folder)
+                seal(folder, files(folder))
         except Stopped:
             raise
         except (*UNWRITABLE, RuntimeError) as error:
             if self.args.should_save:
                 shutil.rmtree(folder, ignore_errors=True)
-            said = f"checkpoint {folder} could not be written ({error}); {self.what_is_left()}"
+            why = f"is the disk full? {error}" if isinstance(error, RuntimeError) else error
+            said = f"checkpoint {folder} could not be written ({why}); {self.what_is_left()}"
             raise Stopped(said) from error
         if self.args.should_save and self.keep is not None:
             best = self.state.best_model_checkpoint
@@ -146,7 +156,9 @@ class Beginning(TrainerCallback):
             torch.manual_seed(args.seed + args.process_index)
         if state.best_global_step is not None:  # the folder may have been moved since
             best = checkpoint_of(args.output_dir, state.best_global_step)
-            state.best_model_checkpoint = str(best) if is_complete(best) else None
+            state.best_model_checkpoint = str(best)
+            if not is_sealed(best):  # deleted for a better one, which comes again; or by a user
+                state.best_model_checkpoint = state.best_global_step = state.best_metric = None
 
 
 class ByLength(LengthGroupedSampler):
