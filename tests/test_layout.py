@@ -48,7 +48,7 @@ ORDER = {
     ],
     "mixers": ["blocks keys positions", "contract", "kernel lowrank lsh polynomial random softmax sparse"],
     "hf": [
-        "cache interface loss packing pooling sizes",
+        "cache interface loss packing parallel pooling sizes",
         "attach configuration pretrained",
         "seq2seq stack",
         "decoder encoder",

@@ -5,17 +5,12 @@ itself; this file is their program, too.
 """
 
 import math
-import os
 import random
-import subprocess
-import sys
-import traceback
-from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import Cases
 from judge import error, rates
 
 from cosformer.ops import linear_attention, linear_stream
@@ -23,21 +18,9 @@ from cosformer.ops.convolution import short_convolution
 from cosformer.ops.parallel import linear_sharded
 from cosformer.ops.shard import Shard
 
-CASES = {}
-WORLD = 4
+CASES = Cases()
+case = CASES.add
 LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5}
-
-
-def case(*settings):
-    """A function of a group, run once for each of the settings (`None`: once)."""
-
-    def add(function):
-        for setting in settings or (None,):
-            name = function.__name__ if setting is None else f"{function.__name__}-{setting}"
-            CASES[name] = (function, setting)
-        return function
-
-    return add
 
 
 def cut(x, lengths, rank, dim=2):
@@ -287,48 +270,16 @@ def what_cannot_be_is_refused(group, _):
         linear_sharded(q, q, q, shard, horizon=6)
 
 
-# The processes
-
-
-def work(rank: int, world: int, folder: Path) -> None:
-    """Every case; the first that fails ends all, since the others would wait for this process."""
-    soon = timedelta(seconds=20)
-    given = {"rank": rank, "world_size": world, "timeout": soon}
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", **given)
-    pairs = [dist.new_group([2 * i, 2 * i + 1], timeout=soon) for i in range(world // 2)]
-    groups = {2: pairs[rank // 2], world: dist.group.WORLD}
-    for name, (function, setting) in CASES.items():
-        for size, group in groups.items():
-            try:
-                function(group, setting)
-                (folder / f"{rank}-{name}-{size}").write_text("")
-            except Exception:
-                (folder / f"{rank}-{name}-{size}").write_text(traceback.format_exc())
-                os._exit(1)
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def said(tmp_path_factory):
-    """What each process said of each case: nothing, if it went well."""
-    folder = tmp_path_factory.mktemp("parallel")
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    program = [sys.executable, __file__, str(WORLD), str(folder)]
-    started = [subprocess.Popen([*program, str(r)], env=environment) for r in range(WORLD)]
-    for process in started:
-        process.wait(timeout=300)
-    return folder
+    return CASES.run(__file__, tmp_path_factory.mktemp("parallel"))
 
 
-@pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("size", [2, WORLD])
+@pytest.mark.parametrize("name", CASES.names)
+@pytest.mark.parametrize("size", [2, CASES.world])
 def test_processes_do_what_one_does(said, name, size):
-    files = [said / f"{rank}-{name}-{size}" for rank in range(WORLD)]
-    wrong = [path.read_text() for path in files if path.exists()]
-    assert not any(wrong), "\n".join(wrong)
-    assert len(wrong) == WORLD, "an earlier case failed"
+    CASES.check(said, name, size)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    work(int(sys.argv[3]), int(sys.argv[1]), Path(sys.argv[2]))
+    CASES.work()

@@ -77,7 +77,7 @@ class Shard:
 
     def gathered(self, x: Tensor) -> Tensor:
         """x of every rank, in a new first dimension; differentiable."""
-        return _Gathered.apply(x, self.group)
+        return gathered(x, self.group)
 
     def halo(self, x: Tensor, before: int, after: int) -> tuple[Tensor, Tensor]:
         """The tokens (B, before, C) and (B, after, C) beside x (B, L, C); 0 beyond the ends of a sequence."""
@@ -130,6 +130,11 @@ class Shard:
                 f"{needed:,} bytes a layer, and at most {self.limit:,} are allowed (limit); "
                 "use a model of linear mixers alone, shorter sequences, or a higher limit"
             )
+
+
+def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """x of every rank, in a new first dimension; differentiable."""
+    return _Gathered.apply(x, group)
 
 
 def _boundaries(begins: Tensor) -> Tensor:
