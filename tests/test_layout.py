@@ -61,8 +61,9 @@ ORDER = {
         "classification language seq2seq",
     ],
     "train": [
-        "checkpoints models sharded",
+        "alive checkpoints models sharded",
         "progress settings",
+        "parallel",
         "trainer",
         "build",
         "scores",

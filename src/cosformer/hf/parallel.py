@@ -21,6 +21,15 @@ def sequence_parallel(model: Any, group: dist.ProcessGroup, *, limit: int = LIMI
 
     limit    the most bytes of keys and values that a softmax layer may gather
     """
+    share(model, group, limit=limit)
+    try:
+        yield
+    finally:
+        share(model, None)
+
+
+def share(model: Any, group: dist.ProcessGroup | None, *, limit: int = LIMIT) -> None:
+    """From now on, until it is told another group, or None."""
     stacks = [module for module in model.modules() if hasattr(module, "sequence_group")]
     if not stacks:
         raise TypeError(
@@ -29,11 +38,6 @@ def sequence_parallel(model: Any, group: dist.ProcessGroup, *, limit: int = LIMI
         )
     for stack in stacks:
         stack.sequence_group, stack.sequence_limit = group, limit
-    try:
-        yield
-    finally:
-        for stack in stacks:
-            stack.sequence_group = None
 
 
 def parts(total: int, processes: int) -> list[int]:

@@ -65,12 +65,13 @@ def attend(
             f"{tokens} tokens reach past the horizon of {mixer.reach:g}; use shorter texts, or a model whose "
             "config.horizon (by default max_position_embeddings) is larger, or math.inf"
         )
-    key_mask = None if key_mask is None else padding(key_mask[:, -x.shape[1] :])
-    if shard is not None:
+    if shard is not None:  # whether there is a mask must not depend on the part of it that is here
+        key_mask = None if key_mask is None else key_mask.bool()
         out, kept = interior.sharded(x, q, k, v, shard, causal=causal, key_mask=key_mask)
         if cache is not None:
             cache.kept, cache.is_initialized = kept, True
         return out
+    key_mask = None if key_mask is None else padding(key_mask[:, -x.shape[1] :])
     if cache is None:
         return interior(x, q, k, v, causal=causal, key_mask=key_mask, cu_seqlens=cu_seqlens)
     if mixer.streaming is not True:
