@@ -6,11 +6,16 @@ import os
 import pickle
 import re
 import signal
+import subprocess
+import sys
+import traceback
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 from torch.utils._device import _device_constructors
 
@@ -404,3 +409,63 @@ def Signal(step: int, number: int = signal.SIGINT, times: int = 1):
                     os.kill(os.getpid(), number)
 
     return Signal()
+
+
+# What several processes do together.
+
+
+class Cases:
+    """Functions of a process group that `world` processes run together, in pairs and all of them.
+
+    The processes are started once for a file of tests, which is their program, too; each says of each case
+    what went wrong in it. The first that fails ends all, since the others would wait for this process.
+    """
+
+    world = 4
+
+    def __init__(self):
+        self.names = {}
+
+    def add(self, *settings):
+        """A function of a group and a setting, run once for each of the settings (none: once, with None)."""
+
+        def add(function):
+            for setting in settings or (None,):
+                name = function.__name__ if setting is None else f"{function.__name__}-{setting}"
+                self.names[name] = (function, setting)
+            return function
+
+        return add
+
+    def run(self, program: str, folder: Path) -> Path:
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+        started = [
+            subprocess.Popen([sys.executable, program, str(folder), str(rank)], env=environment)
+            for rank in range(self.world)
+        ]
+        for process in started:
+            process.wait(timeout=300)
+        return folder
+
+    def work(self) -> None:
+        torch.set_num_threads(1)
+        folder, rank, soon = Path(sys.argv[1]), int(sys.argv[2]), timedelta(seconds=30)
+        given = {"rank": rank, "world_size": self.world, "timeout": soon}
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", **given)
+        pairs = [dist.new_group([2 * i, 2 * i + 1], timeout=soon) for i in range(self.world // 2)]
+        groups = {2: pairs[rank // 2], self.world: dist.group.WORLD}
+        for name, (function, setting) in self.names.items():
+            for size, group in groups.items():
+                try:
+                    function(group, setting)
+                    (folder / f"{rank}-{name}-{size}").write_text("")
+                except Exception:
+                    (folder / f"{rank}-{name}-{size}").write_text(traceback.format_exc())
+                    os._exit(1)
+        dist.destroy_process_group()
+
+    def check(self, said: Path, name: str, size: int) -> None:
+        files = [said / f"{rank}-{name}-{size}" for rank in range(self.world)]
+        wrong = [path.read_text() for path in files if path.exists()]
+        assert not any(wrong), "\n".join(wrong)
+        assert len(wrong) == self.world, "an earlier case failed"

@@ -39,16 +39,16 @@ LAW = {
 ORDER = {
     "ops": [
         "call",
-        "checks packing",
+        "checks fades packing shard",
         "operator _native _torch",
         "convolution norm",
         "state",
-        "linear",
+        "linear parallel",
         "cosformer",
     ],
     "mixers": ["blocks keys positions", "contract", "kernel lowrank lsh polynomial random softmax sparse"],
     "hf": [
-        "cache interface loss packing pooling sizes",
+        "cache interface loss packing parallel pooling sizes",
         "attach configuration pretrained",
         "seq2seq stack",
         "decoder encoder",
@@ -61,8 +61,9 @@ ORDER = {
         "classification language seq2seq",
     ],
     "train": [
-        "checkpoints models sharded",
+        "alive checkpoints models sharded",
         "progress settings",
+        "parallel",
         "trainer",
         "build",
         "scores",

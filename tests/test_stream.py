@@ -313,3 +313,70 @@ def test_rates_begin_end_and_change_in_a_stream(backend, dtype, order):
     )
     rounded = reference.attention(q, k, v, horizon=100, causal=True, decay=lam)
     assert_close(pieces(q, k, v, decay=lam, horizon=100), expected, rounded=rounded)
+
+
+def segment(k, v, decay, mask, a, b, **options):
+    """The state of the tokens from a to b alone."""
+    rates = decay[:, :, a:b] if decay is not None and decay.ndim == 3 else decay
+    given = {"heads": 4, "relu": True, "position": a, "key_mask": mask[:, a:b], "decay": rates}
+    return linear_state(k[:, :, a:b], v[:, :, a:b], **given, **options)
+
+
+@pytest.mark.parametrize("decay", [None, "head", "position"])
+@pytest.mark.parametrize("horizon", [200, math.inf, [110, 120, math.inf, 400]])
+@settings(max_examples=5)
+@given(cuts=st.lists(st.integers(0, 100), min_size=2, max_size=2).map(sorted))
+def test_segments_join_in_any_grouping(backend, dtype, horizon, decay, cuts):
+    """Cut anywhere, the states of the parts join to that of the stream; gradients are those of the stream."""
+    if dtype not in (torch.float32, torch.float64):
+        return  # a state is float32 there, of rounded inputs
+    _, k, v = inputs(L=100, S=100, dtype=dtype)
+    lam = rates(decay, 2, 4, 100)
+    lam = None if lam is None else lam.to(dtype)
+    mask, q = torch.rand(2, 100) > 0.2, torch.zeros(2, 4, 100, 6, dtype=dtype)
+    edges = list(zip([0, *cuts], [*cuts, 100], strict=True))
+
+    def parts(k, v, lam):
+        return [segment(k, v, lam, mask, a, b, horizon=horizon, backend=backend) for a, b in edges]
+
+    def whole(k, v, lam):
+        return streamed(q, k, v, [], decay=lam, key_mask=mask, horizon=horizon, backend=backend)[1].tensor
+
+    def joined(k, v, lam):
+        a, b, c = parts(k, v, lam)
+        left, right = a.then(b).then(c), a.then(b.then(c))
+        assert_close(left.tensor, right.tensor)
+        assert (left.position, left.start) == (right.position, right.start) == (100, 0)
+        assert (left.fade is None) == (decay is None)
+        if left.fade is not None:
+            assert_close(left.fade, right.fade)
+        return left.tensor
+
+    expected, grads = value_and_grads(whole, (k, v, lam))
+    found, found_grads = value_and_grads(joined, (k, v, lam))
+    assert_close(found, expected)
+    for actual, wanted in zip(found_grads, grads, strict=True):
+        assert_close(actual, wanted, scale=wanted)
+
+
+def test_a_segment_goes_on_as_a_stream(backend):
+    """Tokens that a segment takes in fade what came before it, too; it is saved and loaded with that."""
+    q, k, v = inputs(L=60, S=60)
+    lam, mask = torch.rand(2, 4, 60) / 10, torch.ones(2, 60, dtype=torch.bool)
+    options = {"horizon": 90, "backend": backend}
+    first, later = (segment(k, v, lam, mask, *edges, **options) for edges in ((0, 20), (20, 45)))
+    later = State.from_state_dict(later.state_dict()).index_select(torch.tensor([0, 1]))
+    _, later = cosformer_stream(
+        q[:, :, 45:], k[:, :, 45:], v[:, :, 45:], later, decay=lam[:, :, 45:], **options
+    )
+    assert_close(first.then(later).tensor, streamed(q, k, v, [], decay=lam, **options)[1].tensor)
+
+
+def test_only_what_follows_can_be_joined():
+    _, k, v = inputs(L=30, S=30)
+    mask = torch.ones(2, 30, dtype=torch.bool)
+    first, second = (segment(k, v, None, mask, *edges, horizon=90) for edges in ((0, 10), (20, 30)))
+    with pytest.raises(ValueError, match="this state ends at position 10, and the other begins at 20"):
+        first.then(second)
+    with pytest.raises(ValueError, match="horizon is 80, but the state was made with 90"):
+        first.then(segment(k, v, None, mask, 10, 20, horizon=80))

@@ -65,7 +65,9 @@ def folder(tmp_path, monkeypatch):
     Path("reviews.csv").write_text(
         "\n".join(["text,label", *(f"{a} was {c},{c}" for a, b, c in rows)]) + "\n"
     )
-    Path("no-header.csv").write_text("\n".join([*(f"{c},{a} was {c}" for a, b, c in rows), "one field"]))
+    Path("no-header.csv").write_text(
+        "\n".join([*(f"{c},{a} was {c}" for a, b, c in rows), "one field"]) + "\n"
+    )
     Path("questions.tsv").write_text(
         "\n".join(["first\tsecond\tsame", *("\t".join(row) for row in rows)]) + "\n"
     )

@@ -12,7 +12,7 @@ size, if the mixer's is.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from .decay import Gate
 from .mixers import Mixer, weights
 from .ops.convolution import short_convolution
 from .ops.norm import rms_norm
+from .ops.shard import Shard
 
 
 @dataclass(frozen=True)
@@ -149,6 +150,28 @@ class Interior(nn.Module):
         out, inner = self.mixer.stream(q, k, v, inner, x=x, key_mask=key_mask)
         return self.gated(out, x), LayerState(inner, last)
 
+    def sharded(
+        self,
+        x: Tensor,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        shard: Shard,
+        *,
+        causal: bool,
+        key_mask: Tensor | None = None,
+    ) -> tuple[Tensor, LayerState]:
+        """A part of a sequence that several processes hold: its output and, if causal, the state after all
+        of it, the same in every process."""
+        last: tuple[Tensor, ...] = ()
+        if self.conv is not None and causal and not torch.is_grad_enabled():
+            together = torch.cat(_masked(q, k, v, key_mask), -1)
+            sizes = [t.shape[-1] for t in (q, k, v)]
+            last = shard.last(together, cast(int, self.conv["q"].width) - 1).split(sizes, -1)
+        q, k, v = self.heads(q, k, v, key_mask=key_mask, shard=shard)
+        out, inner = self.mixer.sharded(q, k, v, shard, x=x, causal=causal, key_mask=key_mask)
+        return self.gated(out, x), LayerState(inner, last)
+
     def weights(
         self, x: Tensor, q: Tensor, k: Tensor, *, causal: bool, key_mask: Tensor | None = None
     ) -> Tensor:
@@ -157,18 +180,29 @@ class Interior(nn.Module):
         return weights(self.mixer, q, k, x=x, causal=causal, key_mask=key_mask)
 
     def heads(
-        self, q, k, v, *, before=(None, None, None), key_mask=None, cu_seqlens=None
+        self, q, k, v, *, before=(None, None, None), key_mask=None, cu_seqlens=None, shard=None
     ) -> tuple[Tensor, ...]:
         """What the mixer sees: convolved, split into heads (B, H, L, D), normed."""
         if self.conv is not None:
             q, k, v = _masked(q, k, v, key_mask)
-            parts = zip(self.conv.values(), (q, k, v), before)
-            q, k, v = (conv(t, b, cu_seqlens) for conv, t, b in parts)
+            if shard is not None:
+                q, k, v = self._convolved_together(q, k, v, shard)
+            else:
+                parts = zip(self.conv.values(), (q, k, v), before)
+                q, k, v = (conv(t, b, cu_seqlens) for conv, t, b in parts)
         q, k, v = (t.unflatten(-1, (-1, self.mixer.head_dim)) for t in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q = rms_norm(q, self.q_norm.weight, self.norm_eps)
             k = rms_norm(k, self.k_norm.weight, self.norm_eps)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+
+    def _convolved_together(self, q: Tensor, k: Tensor, v: Tensor, shard: Shard) -> tuple[Tensor, ...]:
+        """As one, so that their ends are one message."""
+        assert self.conv is not None
+        weight = torch.cat([cast(Tensor, conv.weight) for conv in self.conv.values()])
+        ahead = cast(int, self.conv["q"].ahead)
+        y = short_convolution(torch.cat([q, k, v], -1), weight, ahead=ahead, shard=shard)
+        return y.split([t.shape[-1] for t in (q, k, v)], -1)
 
     def gated(self, out: Tensor, x: Tensor) -> Tensor:
         """(B, H, L, E) -> (B, L, H E), through the output gate."""

@@ -28,6 +28,7 @@ from .encoder import (
     CosformerForSequenceClassification,
     CosformerForTokenClassification,
 )
+from .parallel import prefill, sequence_parallel
 from .seq2seq import CosformerForConditionalGeneration, CosformerSeq2SeqModel
 
 __all__ = [
@@ -45,6 +46,8 @@ __all__ = [
     "CosformerSeq2SeqConfig",
     "CosformerSeq2SeqModel",
     "attach",
+    "prefill",
+    "sequence_parallel",
 ]
 
 MODELS: dict[Any, list[tuple[Any, Any]]] = {  # config: (Auto class, model) pairs

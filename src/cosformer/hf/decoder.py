@@ -6,6 +6,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from .configuration import CosformerConfig
 from .loss import one_vs_each
+from .parallel import labels_of
 from .pretrained import CosformerPreTrained
 from .stack import CosformerStack
 
@@ -26,12 +27,27 @@ class CosformerForCausalLM(CosformerPreTrained, LlamaForCausalLM):
         self.post_init()
 
     def forward(self, input_ids=None, *args, labels=None, num_items_in_batch=None, **kwargs):
-        """Llama's; in training the loss may be `config.loss`, and there are no logits then."""
+        """Llama's; in training the loss may be `config.loss`, and there are no logits then.
+
+        Where processes share a sequence, `shift_labels` are the labels, shifted before they were cut.
+        """
+        group, shifted = self.model.sequence_group, kwargs.get("shift_labels")
+        if group is not None and labels is not None:
+            if shifted is None:
+                raise ValueError(
+                    "labels of a part of a sequence: its last token's is in the next process; "
+                    "shift the labels of the whole, cut them, and pass them as shift_labels, too"
+                )
+            kwargs["shift_labels"] = shifted = shifted.contiguous()  # upstream wants to view them
+            num_items_in_batch = labels_of(group, shifted, num_items_in_batch)
         if labels is None or not self.training or self.config.loss == "softmax":
             if num_items_in_batch is not None:
                 kwargs["num_items_in_batch"] = num_items_in_batch
             return super().forward(input_ids, *args, labels=labels, **kwargs)
+        kwargs.pop("shift_labels", None)
         hidden = self.model(input_ids, *args, **kwargs | {"use_cache": False}).last_hidden_state
-        last, following = hidden[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+        if shifted is None:
+            hidden, shifted = hidden[:, :-1], labels[:, 1:]
+        last, following = hidden.flatten(0, 1), shifted.flatten()
         given = {"samples": self.config.loss_samples, "total": num_items_in_batch}
         return CausalLMOutputWithPast(loss=one_vs_each(last, self.lm_head.weight, None, following, **given))

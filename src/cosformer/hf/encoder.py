@@ -16,6 +16,7 @@ from transformers.utils import can_return_tuple
 
 from .configuration import CosformerEncoderConfig
 from .loss import one_vs_each
+from .parallel import labels_of
 from .pooling import Pooling
 from .pretrained import CosformerPreTrained
 from .stack import CosformerStack
@@ -49,6 +50,11 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
             input_ids, attention_mask=attention_mask, return_dict=True, **kwargs
         ).last_hidden_state
 
+    def pooled(self, input_ids=None, attention_mask=None, **kwargs) -> Tensor:
+        """One vector a text (B, size), by the head's pooling."""
+        hidden = self.hidden(input_ids, attention_mask, **kwargs)
+        return self.pooling(hidden, attention_mask, self.model.sequence_group)
+
 
 class CosformerForMaskedLM(EncoderHead):
     accepts_loss_kwargs = True
@@ -77,6 +83,7 @@ class CosformerForMaskedLM(EncoderHead):
         logits = self.decoder(self.head(self.hidden(input_ids, attention_mask, **kwargs)))
         loss = None
         if labels is not None:
+            num_items_in_batch = labels_of(self.model.sequence_group, labels, num_items_in_batch)
             whole = "mean" if num_items_in_batch is None else "sum"
             loss = nn.functional.cross_entropy(
                 logits.flatten(0, 1).float(), labels.flatten(), reduction=whole
@@ -95,7 +102,7 @@ class CosformerForSequenceClassification(EncoderHead):
 
     @can_return_tuple
     def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs) -> SequenceClassifierOutput:
-        pooled = self.pooling(self.hidden(input_ids, attention_mask, **kwargs), attention_mask)
+        pooled = self.pooled(input_ids, attention_mask, **kwargs)
         pooled = self.dropout(pooled)
         if labels is not None and self.training and self.config.loss == "one-vs-each":
             weight, bias = self.classifier.weight, self.classifier.bias
@@ -115,7 +122,12 @@ class CosformerForTokenClassification(EncoderHead):
     @can_return_tuple
     def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs) -> TokenClassifierOutput:
         logits = self.classifier(self.dropout(self.hidden(input_ids, attention_mask, **kwargs)))
-        loss = None if labels is None else nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss = None
+        if labels is not None:
+            count = labels_of(self.model.sequence_group, labels, None)
+            whole = "mean" if count is None else "sum"
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=whole)
+            loss = loss if count is None else loss / count
         return TokenClassifierOutput(loss=loss, logits=logits)
 
 
@@ -139,8 +151,8 @@ class CosformerForPairClassification(EncoderHead):
         labels=None,
         **kwargs,
     ) -> SequenceClassifierOutput:
-        a = self.pooling(self.hidden(input_ids, attention_mask, **kwargs), attention_mask)
-        b = self.pooling(self.hidden(pair_input_ids, pair_attention_mask, **kwargs), pair_attention_mask)
+        a = self.pooled(input_ids, attention_mask, **kwargs)
+        b = self.pooled(pair_input_ids, pair_attention_mask, **kwargs)
         logits = self.classifier(torch.cat([a, b, a * b, a - b], -1))
         return SequenceClassifierOutput(loss=class_loss(self.config, logits, labels), logits=logits)
 

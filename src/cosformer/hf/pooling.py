@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.nn.functional import all_reduce
 
+from ..ops.shard import gathered
+
 POOLINGS = ("first", "mean", "max", "mean-max", "attention", "normed-mean")
 # while a model learns, the mean of all texts moves by more than texts differ: the running one must follow
 # fast
@@ -27,9 +29,10 @@ class PooledNorm(nn.BatchNorm1d):
     def __init__(self, size: int):
         super().__init__(size, momentum=MOMENTUM)
 
-    def forward(self, pooled: Tensor) -> Tensor:
+    def forward(self, pooled: Tensor, copies: int = 1) -> Tensor:
+        """`copies` processes have the same texts."""
         if self.training and distributed.is_available() and distributed.is_initialized():
-            return self.over_all_processes(pooled)
+            return self.over_all_processes(pooled, copies)
         return super().forward(pooled) if self.training and len(pooled) > 1 else self.as_in_evaluation(pooled)
 
     def as_in_evaluation(self, pooled: Tensor) -> Tensor:
@@ -37,15 +40,16 @@ class PooledNorm(nn.BatchNorm1d):
             pooled, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
         )
 
-    def over_all_processes(self, pooled: Tensor) -> Tensor:
+    def over_all_processes(self, pooled: Tensor, copies: int) -> Tensor:
         """What one process would do with the texts of all; torch's own, SyncBatchNorm, is for GPUs only."""
         count = all_reduce(pooled.new_tensor([len(pooled)]))
-        if count < 2:
+        texts = count / copies
+        if texts < 2:
             return self.as_in_evaluation(pooled)
         mean = all_reduce(pooled.sum(0)) / count
         spread = all_reduce((pooled - mean).square().sum(0)) / count
         with torch.no_grad():
-            for name, seen in (("running_mean", mean), ("running_var", spread * count / (count - 1))):
+            for name, seen in (("running_mean", mean), ("running_var", spread * texts / (texts - 1))):
                 running = self.get_buffer(name)
                 running.lerp_(seen.to(running.dtype), MOMENTUM)
             self.get_buffer("num_batches_tracked").add_(1)
@@ -61,10 +65,15 @@ class Pooling(nn.Module):
         self.norm = PooledNorm(size) if kind == "normed-mean" else None
         self.score = nn.Linear(size, 1) if kind == "attention" else None
 
-    def forward(self, hidden: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, hidden: Tensor, mask: Tensor | None = None, group: distributed.ProcessGroup | None = None
+    ) -> Tensor:
+        """mask (B, L), True = keep; of `group` each process holds a part of the tokens."""
         keep = (
             torch.ones_like(hidden[..., :1], dtype=torch.bool) if mask is None else mask.bool().unsqueeze(-1)
         )
+        if group is not None and self.kind in ("first", "attention"):
+            raise ValueError(f"pooling={self.kind!r} needs all tokens in one process; use mean or max")
         if self.kind == "first":
             return hidden.gather(
                 1, keep.int().argmax(1, keepdim=True).expand(-1, 1, hidden.shape[2])
@@ -72,11 +81,20 @@ class Pooling(nn.Module):
         if self.score is not None:
             weight = self.score(hidden).masked_fill(~keep, -math.inf).softmax(1)
             return (weight * hidden.masked_fill(~keep, 0)).sum(1)
-        mean = hidden.masked_fill(~keep, 0).sum(1) / keep.sum(1).clamp_min(1)
+        total, count = hidden.masked_fill(~keep, 0).sum(1), keep.sum(1)
+        if group is not None:
+            total, count = gathered(total, group).sum(0), gathered(count, group).sum(0)
+        mean = total / count.clamp_min(1)
         if self.kind in ("max", "mean-max"):
-            most = hidden.masked_fill(~keep, torch.finfo(hidden.dtype).min).amax(1)
+            least = torch.finfo(hidden.dtype).min
+            values = hidden.masked_fill(~keep, least)
+            if group is None:
+                most = values.amax(1)
+            else:  # a process may have no token
+                most = gathered(nn.functional.pad(values, (0, 0, 0, 1), value=least).amax(1), group).amax(0)
             return most if self.kind == "max" else torch.cat([mean, most], -1)
-        return mean if self.norm is None else self.norm(mean)
+        copies = 1 if group is None else distributed.get_world_size(group)
+        return mean if self.norm is None else self.norm(mean, copies)
 
     def extra_repr(self) -> str:
         return self.kind

@@ -10,6 +10,7 @@ from transformers import initialization as init
 
 from ..decay import Decay, Gate
 from ..layer import Interior, ShortConvolution
+from ..ops.shard import Shard
 from .cache import CosformerCache, StreamLayer
 from .interface import padding, reaches
 
@@ -50,17 +51,26 @@ def attend(
     key_mask: Tensor | None,
     cu_seqlens: Tensor | None = None,
     cache: StreamLayer | None = None,
+    shard: Shard | None = None,
 ) -> Tensor:
     """A layer's tokens through its interior: x (B, L, C), q, k, v (B, L, .) -> (B, L, .).
 
     key_mask (B, L or more) ends at the last token. With a cache these are the next tokens of its stream.
     """
     mixer, tokens = interior.mixer, x.shape[1] + (0 if cache is None else cache.get_seq_length())
+    if shard is not None:
+        tokens = shard.total if shard.places is None else 0  # of packed ones the operator knows
     if cu_seqlens is None and not reaches(tokens, mixer.reach, causal=causal):
         raise ValueError(
             f"{tokens} tokens reach past the horizon of {mixer.reach:g}; use shorter texts, or a model whose "
             "config.horizon (by default max_position_embeddings) is larger, or math.inf"
         )
+    if shard is not None:  # whether there is a mask must not depend on the part of it that is here
+        key_mask = None if key_mask is None else key_mask.bool()
+        out, kept = interior.sharded(x, q, k, v, shard, causal=causal, key_mask=key_mask)
+        if cache is not None:
+            cache.kept, cache.is_initialized = kept, True
+        return out
     key_mask = None if key_mask is None else padding(key_mask[:, -x.shape[1] :])
     if cache is None:
         return interior(x, q, k, v, causal=causal, key_mask=key_mask, cu_seqlens=cu_seqlens)

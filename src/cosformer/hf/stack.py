@@ -7,10 +7,13 @@ and on what each block adds.
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaModel, LlamaRMSNorm
 
 from ..ops.norm import rms_norm
+from ..ops.shard import LIMIT
 from .packing import packed_boundaries
+from .parallel import shard_of
 from .pretrained import (
     CosformerPreTrained,
     attend,
@@ -34,7 +37,7 @@ class CosformerSelfAttention(LlamaAttention):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
-        self, hidden_states, key_mask=None, past_key_values=None, cu_seqlens=None, **kwargs
+        self, hidden_states, key_mask=None, past_key_values=None, cu_seqlens=None, shard=None, **kwargs
     ) -> tuple[Tensor, None]:
         x = hidden_states
         cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
@@ -43,6 +46,7 @@ class CosformerSelfAttention(LlamaAttention):
             "key_mask": key_mask,
             "cu_seqlens": cu_seqlens,
             "cache": cache,
+            "shard": shard,
         }
         out = attend(self.interior, x, self.q_proj(x), self.k_proj(x), self.v_proj(x), **given)
         return self.dropout(self.o_proj(out)), None
@@ -69,6 +73,9 @@ class CosformerRMSNorm(LlamaRMSNorm):
 class CosformerStack(CosformerPreTrained, LlamaModel):
     """Embeddings, blocks, a last norm."""
 
+    sequence_group: ProcessGroup | None = None  # of processes that share a sequence, and ...
+    sequence_limit = LIMIT  # ... the bytes a softmax layer may gather: sequence_parallel sets both
+
     def __init__(self, config):
         super().__init__(config)
         for i, layer in enumerate(self.layers):
@@ -92,8 +99,8 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
     ):
         refuse_weights(self.config, kwargs)
         check_padding_mask("attention_mask", attention_mask)
-        boundaries = None
-        if past_key_values is None and attention_mask is None:
+        boundaries, shared = None, self.sequence_group is not None
+        if past_key_values is None and attention_mask is None and not shared:
             boundaries = kwargs.get("cu_seq_lens_q")
             boundaries = packed_boundaries(position_ids) if boundaries is None else boundaries
         if boundaries is not None and use_cache:
@@ -101,33 +108,36 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
                 "use_cache=True with packed sequences: a cache holds one sequence a row; pass use_cache=False"
             )
         if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and boundaries is None
+            use_cache = self.config.use_cache and not self.training and boundaries is None and not shared
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
         check_cache(past_key_values)
         embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        shard = shard_of(self, embedded, attention_mask, position_ids, past_key_values) if shared else None
         if self.config.positions == "learned":
-            embedded = embedded + self.position_vectors(embedded, position_ids, past_key_values)
+            before = 0 if past_key_values is None else past_key_values.get_seq_length()
+            before = before if shard is None else shard.offset
+            embedded = embedded + self.position_vectors(embedded, position_ids, before)
         return super().forward(
             past_key_values=past_key_values,
             inputs_embeds=self.dropout(embedded),
             use_cache=use_cache,
             key_mask=attention_mask,  # not as Llama's attention_mask: where it is traced that becomes L x L
             cu_seqlens=boundaries,
+            shard=shard,
             **kwargs,
         )
 
     def new_norm(self) -> CosformerRMSNorm:
         return CosformerRMSNorm(self.config.hidden_size, eps=self.config.rms_norm_eps)
 
-    def position_vectors(self, inputs: Tensor, position_ids: Tensor | None, cache) -> Tensor:
+    def position_vectors(self, inputs: Tensor, position_ids: Tensor | None, seen: int) -> Tensor:
         most = self.embed_positions.num_embeddings
-        seen = 0 if cache is None else cache.get_seq_length()
         length = seen + inputs.shape[1]  # known without looking, so that nothing waits for a GPU
         if position_ids is None:
             position_ids = torch.arange(seen, length, device=inputs.device)[None]
         elif position_ids.is_cpu and not torch.compiler.is_compiling():
-            length = int(position_ids.max()) + 1
+            length = int(position_ids.max()) + 1 if position_ids.numel() else 0
         else:
             length = 0  # the embedding's own check must do
         check_learned_positions("the text", length, most, cached=seen)

@@ -2,6 +2,7 @@
 
     out         = mixer(q, k, v, x=x, causal=...)       whole sequences
     out, state  = mixer.stream(q, k, v, state, x=x)     the next tokens of a causal stream
+    out, state  = mixer.sharded(q, k, v, shard, x=x)    a part of a sequence that several processes hold
     memory      = mixer.absorb(k, v)                    a source that cross attention reads many times ...
     out         = mixer.read(q, memory)                 ... without its keys being computed again
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.checks import check_tensors
+from ..ops.shard import Shard
 from .keys import Keys, extend
 
 Admission = bool | str  # True, or the reason why not
@@ -50,6 +52,7 @@ class Mixer(nn.Module):
     causal: Admission = True  # query i, at position i, sees keys j <= i
     cross: Admission = True  # keys of another sequence, of any length unless the class says otherwise
     streaming: Admission = "it keeps no decode state"
+    sharding: Admission = "its tokens must all be in one process"  # sequences that several processes hold
     rope: Admission = True  # rotary positions on q and k
     spe: Admission = True  # stochastic positional encoding of q and k
     unread: tuple[str, ...] = ()  # those of q and k that have no influence
@@ -121,6 +124,31 @@ class Mixer(nn.Module):
         q, k, v = self._prepare(q, k, v, key_mask, offset=0 if state is None else state.position)
         return self.step(q, k, v, state, x=x, key_mask=key_mask)
 
+    def sharded(
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        shard: Shard,
+        *,
+        x: Tensor | None = None,
+        causal: bool = False,
+        key_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Any]:
+        """`forward` over a sequence of which this process holds a part: this part's output and, if causal and
+        not packed, the state of the whole, from which a stream goes on. All processes must call it.
+        """
+        self._admit("sharding", "one sequence in several processes")
+        self._check(q, k, v, x, key_mask)
+        self.refuse(causal=causal)
+        if shard.places is not None and getattr(self.positions, "kind", None) == "spe":
+            raise ValueError(
+                f"mixer {self.name!r} draws its positions anew for each packed sequence, which several "
+                "processes cannot do; train without packing"
+            )
+        q, k, v = self._prepare(q, k, v, key_mask, offset=shard.offset)
+        return self.mix_sharded(q, k, v, shard, x=x, causal=causal, key_mask=key_mask)
+
     def absorb(self, k: Tensor, v: Tensor, *, key_mask: Tensor | None = None) -> Any:
         """All keys and values of a source, for `read`: as they are, unless a mechanism has a smaller form."""
         self.refuse(cross=True)
@@ -162,6 +190,10 @@ class Mixer(nn.Module):
             piece = self._prepare(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], None, offset=0)
             parts.append(self.mix(*piece, x=None if x is None else x[:, a:b], causal=causal, key_mask=None))
         return torch.cat(parts, 2)
+
+    def mix_sharded(self, q: Tensor, k: Tensor, v: Tensor, shard: Shard, *, x, causal: bool, key_mask):
+        """What `sharded` returns, prepared as for `mix`."""
+        raise NotImplementedError(f"{type(self).__name__} declares sharding and must define mix_sharded")
 
     # What is the same for all
 

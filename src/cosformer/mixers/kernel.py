@@ -26,6 +26,7 @@ from ..decay import Decay, DecaySpec, span_of
 from ..ops.checks import Horizon, check_eps, horizon_list
 from ..ops.linear import linear_attention, linear_read, linear_state, linear_stream
 from ..ops.operator import check_backend
+from ..ops.parallel import linear_sharded
 from . import Admission, Mixer, Sizes, register
 from .keys import Keys
 
@@ -37,6 +38,7 @@ class Kernel(Mixer):
     """Abstract: a mixer of ops.linear. A subclass names its feature map and the core's options."""
 
     streaming: Admission = True
+    sharding: Admission = True
     rope: Admission = "its features do not depend on the dot product, so turning q and k says no distance"
     grouped = True
     relu = False  # ReLU inside the core, where it is free
@@ -68,6 +70,12 @@ class Kernel(Mixer):
         q, k, v = self._prepare(q, k, v, None, offset=0)
         options = self._options(q.shape[2], v) | {"decay": self.rates(x, None)}
         return linear_attention(self.phi(q), self.phi(k), v, causal=causal, cu_seqlens=cu_seqlens, **options)
+
+    def mix_sharded(self, q, k, v, shard, *, x, causal, key_mask):
+        if self.own_horizon and shard.places is not None:
+            raise ValueError(f"mixer {self.name!r} in several processes: {OWN_HORIZON}; give a number")
+        options = self._options(shard.total, v) | {"decay": self.rates(x, key_mask), "key_mask": key_mask}
+        return linear_sharded(self.phi(q), self.phi(k), v, shard, causal=causal, **options)
 
     def step(self, q, k, v, state, *, x, key_mask):
         options = self._options(q.shape[2], v) | {"decay": self.rates(x, key_mask)}

@@ -17,6 +17,7 @@ class Softmax(Mixer):
     """Scaled dot-product attention (Vaswani et al., 2017, arXiv:1706.03762); it keeps all keys and values."""
 
     streaming = True
+    sharding = True
     layer_type = "full_attention"
 
     def mix(self, q, k, v, *, x, causal, key_mask):
@@ -36,6 +37,22 @@ class Softmax(Mixer):
         if keys.key_mask is not None:
             allowed = allowed & keys.key_mask[:, None, None, :]
         return F.scaled_dot_product_attention(q, keys.k, keys.v, attn_mask=allowed), keys
+
+    def mix_sharded(self, q, k, v, shard, *, x, causal, key_mask):
+        """Every process gathers all keys and values: traffic and memory grow with the length."""
+        shard.check_whole(k, v)
+        k, v = shard.whole(k, 2), shard.whole(v, 2)
+        mask = None if key_mask is None else shard.whole(key_mask, 1)
+        at = torch.arange(shard.total, device=q.device)
+        here = at[shard.offset :][: q.shape[2], None]
+        allowed = (at <= here if causal else (at >= 0).expand(q.shape[2], -1))[None, None]
+        if shard.places is not None:
+            begins = at[None] - shard.whole(shard.places, 1)  # where each token's sequence does
+            allowed = allowed & (begins[:, None, None] == begins[:, None, here[:, 0], None])
+        if mask is not None:
+            allowed = allowed & mask[:, None, None]
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+        return out, extend(None, k, v, mask) if causal else None
 
     def state_size(self):
         return self.heads * self.max_length * 2 * self.head_dim

@@ -69,7 +69,7 @@ def forward(x: Inputs, call: Call) -> Outputs:
                 n += ((f @ keys[0].mT) * c.table(s)) @ keys[1]
             if c.two_sided:
                 n += far.pop(s)
-            y.out[:, :, c.rows(s)] = n[..., :-1] / _clamp(n[..., -1:], call)
+            y.out[:, :, c.rows(s)] = n[..., :-1] / call.clamp(n[..., -1:])
             y.norm[:, :, c.rows(s)] = n[..., -1]
         left = c.past(left, s, keys)
     if y.after is not None:
@@ -264,7 +264,7 @@ class _Gradients(_Spans):
     def m(self, s: _Span) -> Tensor:
         """The gradient of [n_i, z_i]; a clamped normaliser passes none on."""
         dout, z = self.dout[:, :, self.rows(s)].to(self.dtype), self.y.norm[:, :, self.rows(s), None]
-        dn = dout / _clamp(z, self.call)
+        dn = dout / self.call.clamp(z)
         dz = -(dn * self.y.out[:, :, self.rows(s)].to(self.dtype)).sum(-1, keepdim=True)
         size = z.abs() if self.call.signed else z
         return torch.cat([dn, dz.masked_fill(size < self.call.eps, 0)], -1)
@@ -329,10 +329,3 @@ class _Gradients(_Spans):
 
 def _cut(lo: int, hi: int, step: int) -> Iterator[tuple[int, int]]:
     return ((at, min(at + step, hi)) for at in range(lo, hi, step))
-
-
-def _clamp(z: Tensor, call: Call) -> Tensor:
-    """The normaliser held away from zero; signed, on its own side of zero."""
-    if not call.signed:
-        return z.clamp_min(call.eps)
-    return torch.where(z < 0, -1.0, 1.0).to(z) * z.abs().clamp_min(call.eps)

@@ -53,6 +53,12 @@ class Call(NamedTuple):
         """Where it is wanted; and where one state serves all queries, since the backward reads it again."""
         return self.keep_state or not (self.causal or x.decay is not None or x.cu_seqlens is not None)
 
+    def clamp(self, z: Tensor) -> Tensor:
+        """A normaliser held away from zero; signed, on its own side of zero."""
+        if not self.signed:
+            return z.clamp_min(self.eps)
+        return torch.where(z < 0, -1.0, 1.0).to(z) * z.abs().clamp_min(self.eps)
+
     def state_shape(self, q: Tensor, v: Tensor) -> tuple[int, int, int, int]:
         B, H, _, D = q.shape
         return B, H, 2 * D if self.cosine else D, v.shape[3] + 1

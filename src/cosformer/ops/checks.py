@@ -168,16 +168,21 @@ def rates_of(decay: Rates, q: Tensor, k: Tensor, *, self_attention: bool) -> Ten
     return decay if decay.dtype == sums else decay.to(sums)
 
 
+def check_horizons(given: Sequence[float] | None, made: Sequence[float] | None) -> None:
+    """`made` is the horizon in a state's sums, which mean nothing under another; None if not known."""
+    if made is None or given is None or made == given:
+        return
+    heads = max(len(made), len(given))  # one for all is the same as one per head
+    if list(made) * (heads // len(made)) != list(given) * (heads // len(given)):
+        now, bound = _numbers(given), _numbers(made)
+        raise ValueError(
+            f"horizon is {now}, but the state was made with {bound} and is bound to it; "
+            f"pass {bound}, or start again, without a state, with {now}"
+        )
+
+
 def check_state(tensor: Tensor, made: Sequence[float] | None, q: Tensor, v: Tensor, call: Call) -> None:
-    """`made` is the horizon in the state's sums, which mean nothing under another; None if not known."""
-    if made is not None and made != call.horizons:
-        heads = max(len(made), len(call.horizons))  # one for all is the same as one per head
-        if list(made) * (heads // len(made)) != list(call.horizons) * (heads // len(call.horizons)):
-            given, bound = _numbers(call.horizons), _numbers(made)
-            raise ValueError(
-                f"horizon is {given}, but the state was made with {bound} and is bound to it; "
-                f"pass {bound}, or start again, without a state, with {given}"
-            )
+    check_horizons(call.horizons, made)
     expected = call.state_shape(q, v)
     if tensor.shape != expected:
         raise ValueError(

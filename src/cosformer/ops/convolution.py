@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from . import _native
+from .shard import Shard
 
 
 def short_convolution(
@@ -20,12 +21,16 @@ def short_convolution(
     ahead: int = 0,
     before: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    shard: Shard | None = None,
 ) -> Tensor:
     """x (B, L, C), weight (C, width) -> (B, L, C).
 
     before       (B, width - 1, C), the tokens before x in a causal stream
     cu_seqlens   boundaries of sequences packed into one row; none sees another
+    shard        x is a part of a longer sequence: its ends are taken from the neighbours
     """
+    if shard is not None:
+        return _sharded(x, weight, ahead, shard)
     if before is not None:
         return _streamed(x, weight, before)
     if _native.takes(x):
@@ -64,6 +69,13 @@ def _streamed(x: Tensor, weight: Tensor, before: Tensor) -> Tensor:
     seen = torch.cat([before.to(x.dtype), x], 1)
     windows = seen.unfold(1, weight.shape[1], 1)  # (B, L, C, width), oldest first
     return (windows * weight.flip(1).to(x.dtype)).sum(-1)
+
+
+def _sharded(x: Tensor, weight: Tensor, ahead: int, shard: Shard) -> Tensor:
+    L, back = x.shape[1], weight.shape[1] - 1 - ahead
+    seen, cu_seqlens = shard.with_halo(x, back, ahead)
+    y = short_convolution(seen, weight, ahead=ahead, cu_seqlens=cu_seqlens)
+    return y.view(len(x), -1, x.shape[2])[:, back : back + L]
 
 
 def _plain(x: Tensor, weight: Tensor, ahead: int, cu_seqlens: Tensor | None) -> Tensor:

@@ -25,6 +25,7 @@ from .checks import (
     rates_of,
     shown,
 )
+from .fades import fades, grouped
 from .operator import attend, autocast, check_backend
 from .state import State, advance
 
@@ -122,16 +123,26 @@ def linear_state(
     horizon: Horizon = math.inf,
     relu: bool = False,
     key_mask: Tensor | None = None,
+    decay: Rates | None = None,
+    position: int = 0,
     backend: str | None = None,
 ) -> State:
-    """The state of all keys, for `linear_read`: cross attention's memory, read at constant cost."""
+    """The state of all keys: for `linear_read`, cross attention's memory, read at constant cost; or of a
+    segment of a stream that begins at `position`, for `State.then`, each key faded up to the segment's end.
+    """
     nobody = k[:, :1, :0].expand(-1, heads, -1, -1)  # no query asks yet
     q, k, v = _checked(nobody, k, v, key_mask)
-    call = Call(tuple(horizon_list(horizon, heads)), relu=relu, keep_state=True, backend=backend)
+    horizons = tuple(horizon_list(horizon, heads))
+    call = Call(horizons, position=position, relu=relu, keep_state=True, backend=backend)
     _check_options(call)
-    after = attend(Inputs(q, k, v, key_mask=key_mask), call).after
+    end, fade = position + k.shape[2], None
+    if decay is not None:
+        rates = rates_of(decay, q, k, self_attention=True)
+        left = fades(rates, k)
+        k, v, fade = left.ending(k, key_mask), grouped(v, heads), left.whole
+    after = attend(Inputs(q.to(k.dtype), k, v.to(k.dtype), key_mask=key_mask), call).after
     assert after is not None, "a state was asked for"
-    return State(after, k.shape[2], call.horizons)
+    return State(after, end, horizons, start=position, fade=fade)
 
 
 def linear_read(

@@ -1,4 +1,12 @@
-"""State: what a stream remembers, how it takes in the next tokens, and how it takes the last of them back."""
+"""State: what a stream remembers, how it takes in the next tokens, and how it takes the last of them back.
+
+Tokens in a row are a segment, and its state knows by how much the segment fades what came before it:
+
+    (a, state_a) then (b, state_b) = (a b, b state_a + state_b)      a = exp(-the sum of a segment's rates)
+
+This is associative, so a sequence may be cut anywhere and its parts be joined in any grouping: by threads, or
+by processes that hold a part each (parallel.py).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -8,6 +16,8 @@ import torch
 from torch import Tensor
 
 from .call import Call, Inputs
+from .checks import check_horizons
+from .fades import fades, past
 from .operator import attend
 
 
@@ -51,6 +61,21 @@ class State:
     horizons: tuple[float, ...] | None = None  # one, or one per head; None, made by hand: the next call's
     origin: "State | None" = None  # set by snapshot(): where rollback() starts from ...
     trail: tuple[Tokens, ...] = ()  # ... and what was taken in since
+    start: int = 0  # the position of its first token: a state of a later segment begins there
+    fade: Tensor | None = None  # (B, H), what a segment leaves of the state before it; None: all, or none is
+
+    def then(self, other: "State") -> "State":
+        """The state of both, where `other` begins at the position at which this one ends."""
+        if other.start != self.position:
+            raise ValueError(
+                f"then: this state ends at position {self.position}, and the other begins at {other.start}; "
+                "one segment must follow the other"
+            )
+        check_horizons(other.horizons, self.horizons)
+        fades = [fade for fade in (self.fade, other.fade) if fade is not None]
+        tensor, horizons = past(self.tensor, other.fade) + other.tensor, self.horizons or other.horizons
+        fade = torch.stack(fades).prod(0) if fades else None
+        return State(tensor, other.position, horizons, start=self.start, fade=fade)
 
     def index_select(self, index: Tensor) -> "State":
         """The state with batch rows chosen by `index`: the reordering that beam search asks for."""
@@ -66,7 +91,7 @@ class State:
 
     def snapshot(self) -> "State":
         """The same state, remembering from here on the tokens it takes in, for `rollback`."""
-        here = State(self.tensor, self.position, self.horizons)
+        here = replace(self, origin=None, trail=())
         return replace(here, origin=here)
 
     def rollback(self, tokens: int) -> "State":
@@ -94,18 +119,24 @@ class State:
         saved = {"tensor": self.tensor, "position": torch.tensor(self.position)}
         if self.horizons is not None:
             saved["horizons"] = torch.tensor(self.horizons, dtype=torch.float64)
+        if self.start:
+            saved["start"] = torch.tensor(self.start)
+        if self.fade is not None:
+            saved["fade"] = self.fade
         return saved
 
     @classmethod
     def from_state_dict(cls, saved: dict[str, Tensor]) -> "State":
         horizons = saved.get("horizons")
         known = None if horizons is None else tuple(horizons.tolist())
-        return cls(saved["tensor"], int(saved["position"]), known)
+        start = int(saved.get("start", 0))
+        return cls(saved["tensor"], int(saved["position"]), known, start=start, fade=saved.get("fade"))
 
     def _map(self, change: Callable[[Tensor], Tensor], *, rows: bool = False) -> "State":
         origin = None if self.origin is None else replace(self.origin, tensor=change(self.origin.tensor))
         trail = tuple(seen.map(change, rows=rows) for seen in self.trail)
-        return replace(self, tensor=change(self.tensor), origin=origin, trail=trail)
+        fade = None if self.fade is None else change(self.fade)
+        return replace(self, tensor=change(self.tensor), origin=origin, trail=trail, fade=fade)
 
 
 torch.export.register_dataclass(State)
@@ -116,9 +147,15 @@ def advance(state: State | None, x: Inputs, call: Call) -> tuple[Tensor, State]:
     """The output of the next tokens of a stream, and the state after them; x and call hold this one."""
     out, _, after = attend(x, call)
     assert after is not None, "a stream keeps its state"
-    position = call.position + x.k.shape[2]
-    if state is None or state.origin is None:
-        return out, State(after, position, call.horizons)
+    following = State(after, call.position + x.k.shape[2], call.horizons)
+    if state is None:
+        return out, following
+    if state.start:  # else nothing was before it that could fade
+        fade = fades(x.decay, x.k).whole
+        fade = fade if state.fade is None or fade is None else fade * state.fade
+        following = replace(following, start=state.start, fade=state.fade if fade is None else fade)
+    if state.origin is None:
+        return out, following
     mask, rates = (None if t is None else t.clone() for t in (x.key_mask, x.decay))
     taken = Tokens(x.k.clone(), x.v.clone(), mask, rates, call)  # clones: the caller may reuse its buffers
-    return out, State(after, position, call.horizons, state.origin, (*state.trail, taken))
+    return out, replace(following, origin=state.origin, trail=(*state.trail, taken))

@@ -111,6 +111,7 @@ def build_trainer(
             processing_class=task.tokenizer,
             callbacks=callbacks,
             keep=keep,
+            sequence_parallel=run.sequence_parallel,
         )
     trainer.eval_dataset = part(task.validation, run.eval_examples or while_training(trainer))
     return trainer
@@ -163,7 +164,8 @@ def arguments(run: Run, task: tasks.Task) -> dict[str, Any]:
         "per_device_eval_batch_size": batch,
         # The order of the data and the size of its batches must not depend on the number of processes.
         "data_seed": given["seed"],
-        "dataloader_drop_last": len(task.train) >= batch * PartialState().num_processes,
+        "dataloader_drop_last": len(task.train)
+        >= batch * PartialState().num_processes // run.sequence_parallel,
         "ddp_find_unused_parameters": False,
         "disable_tqdm": True,
         "logging_nan_inf_filter": False,  # a NaN is to be seen

@@ -91,6 +91,8 @@ def parser(prog: str, description: str) -> argparse.ArgumentParser:
     p.add_argument("--tokenizer", help='"bpe" (default: made from the data), "bpe:8000", "bytes" or a path')
     bad = "leave out up to N rows that cannot be read (default: 0, the first is an error)"
     p.add_argument("--skip-bad-rows", type=int, metavar="N", help=bad)
+    shared = "processes that share each sequence, under torchrun (default: 1)"
+    p.add_argument("--sequence-parallel", type=int, metavar="W", help=shared)
     p.add_argument("--test-examples", type=int, help="take the final scores on this many examples")
     p.add_argument(
         "--set", action="append", metavar="TABLE.KEY=VALUE", help="any other setting, as in a recipe"

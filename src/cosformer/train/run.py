@@ -4,6 +4,7 @@ import dataclasses
 import json
 import platform
 import time
+from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from .. import tasks
 from ..seal import damage, files, is_sealed, seal, unseal, write
 from . import models
+from .alive import Lost, watched
 from .build import at_end, build_model, build_task, build_trainer, refused
 from .checkpoints import newest_whole, put_aside
 from .progress import Bar, Interrupt, Metrics, Pace, say
@@ -30,6 +32,8 @@ SPREAD = (  # how a run's batches are spread over processes; it may go on with a
     "per_device_eval_batch_size",
     "fsdp",
     "fsdp_config",
+    "sequence_parallel",
+    "ddp_timeout",
 )
 LENGTH = ("max_steps", "num_train_epochs")  # a run may go on for more of these
 
@@ -45,7 +49,8 @@ def train(run: Run, *, resume: bool = False, watch: TrainerCallback | None = Non
     longer = check_folder(run, resume=resume)
     if not longer and (result := finished(out)) is not None:
         return result
-    processes = PartialState(cpu=not torch.cuda.is_available())
+    patience = timedelta(seconds=run.training.get("ddp_timeout", 1800))
+    processes = PartialState(cpu=not torch.cuda.is_available(), timeout=patience)
     with processes.main_process_first():  # it prepares the data, the others find it
         task = build_task(run)
     new = processes.is_main_process and not (out / "run.json").exists()
@@ -146,7 +151,8 @@ def stage(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallba
             if first:
                 facts = resolved(run, task, trainer) | {"resumed_from": last and last.name}
                 write(out / "resolved.json", json.dumps(facts, indent=1, default=str) + "\n")
-            trainer.train(resume_from_checkpoint=last and str(last))
+            with watched():
+                trainer.train(resume_from_checkpoint=last and str(last))
             if interrupt.asked is not None and trainer.state.global_step < trainer.state.max_steps:
                 at = f"interrupted by {interrupt.asked} at step {trainer.state.global_step}"
                 raise Interrupted(f"{at}; {trainer.what_is_left()}")
@@ -160,6 +166,8 @@ def stage(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallba
             if interrupt.asked is not None:  # in the last evaluation; what would come after must not begin
                 told = f"interrupted by {interrupt.asked} after the last step"
                 raise Interrupted(f"{told}; the run in {out} is complete")
+        except Lost as error:
+            raise Stopped(f"{error}; {trainer.what_is_left()}") from error
         except UNWRITABLE as error:
             raise Stopped(f"{error}; {trainer.what_is_left()}") from error
     return result

@@ -31,7 +31,7 @@ DEFAULTS: dict[str, Any] = {  # of ours, where transformers' are for large runs 
     "logging_steps": 10,
     "seed": 0,
 }
-KEYS = ("about", "mixer", "size", "out", "start", "eval_examples", "test_examples")
+KEYS = ("about", "mixer", "size", "out", "start", "eval_examples", "test_examples", "sequence_parallel")
 TABLES = {"task": "task_settings", "model": "model_fields", "train": "training", "pretrain": "pretrain"}
 
 
@@ -50,6 +50,7 @@ class Run:
     start: str | None = None  # a saved model to start from
     eval_examples: int | None = None  # validate on this many examples while training; all: None
     test_examples: int | None = None  # and take the final scores on this many
+    sequence_parallel: int = 1  # processes that share each sequence
     about: str = ""
     task_settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     model_fields: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -67,7 +68,7 @@ class Run:
             mixers.pattern(self.mixer)
         except ValueError as error:
             raise SettingsError(str(error)) from None
-        for name in ("eval_examples", "test_examples"):
+        for name in ("eval_examples", "test_examples", "sequence_parallel"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise SettingsError(f"{name} is {value}; it must be at least 1")

@@ -18,8 +18,8 @@ from transformers.trainer_utils import rotate_checkpoints
 
 from ..seal import files, is_sealed, seal, unseal
 from .checkpoints import checkpoint_of, last_checkpoint
+from .parallel import Parallel
 from .progress import anybody
-from .sharded import Sharded
 
 UNWRITABLE = (OSError, SafetensorError)  # what a full disk raises; torch.save's RuntimeError is met apart
 
@@ -36,7 +36,7 @@ class NotFinite(Stopped):
     """Loss, gradient or weights became infinite or NaN; the same run would do so again."""
 
 
-class Trainer(Sharded):
+class Trainer(Parallel):
     """`keep` checkpoints stay; the best and the last always do."""
 
     def __init__(self, *args: Any, keep: int | None, **kwargs: Any):
@@ -59,7 +59,7 @@ class Trainer(Sharded):
 
     def evaluation_loop(self, *args: Any, **kwargs: Any):
         """Seq2SeqTrainer counts again what fills up the last batch of several processes."""
-        self.gather_function = self.accelerator.gather_for_metrics
+        self.gather_function = self.gather_scores
         return super().evaluation_loop(*args, **kwargs)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any):

@@ -1,0 +1,94 @@
+"""One sequence over several processes: how a model is told its group, and what its heads ask of the others.
+
+Every process calls the model with its own part of the tokens, in the order of the ranks. A loss is this
+process's share times the number of processes, so that gradients are averaged over them, as DDP does.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..ops.shard import LIMIT, Shard
+
+
+@contextmanager
+def sequence_parallel(model: Any, group: dist.ProcessGroup, *, limit: int = LIMIT) -> Iterator[None]:
+    """Within it the tokens a model is called with are a part of those of all processes of `group`.
+
+    limit    the most bytes of keys and values that a softmax layer may gather
+    """
+    share(model, group, limit=limit)
+    try:
+        yield
+    finally:
+        share(model, None)
+
+
+def share(model: Any, group: dist.ProcessGroup | None, *, limit: int = LIMIT) -> None:
+    """From now on, until it is told another group, or None."""
+    stacks = [module for module in model.modules() if hasattr(module, "sequence_group")]
+    if not stacks:
+        raise TypeError(
+            f"{type(model).__name__} cannot share a sequence among processes; "
+            "the Cosformer decoder and encoder models can"
+        )
+    for stack in stacks:
+        stack.sequence_group, stack.sequence_limit = group, limit
+
+
+def parts(total: int, processes: int) -> list[int]:
+    """Lengths that share `total` tokens as evenly as can be."""
+    return [total * (r + 1) // processes - total * r // processes for r in range(processes)]
+
+
+@torch.no_grad()
+def prefill(model: Any, input_ids: Tensor, group: dist.ProcessGroup) -> Any:
+    """The cache after all but the last of a prompt's tokens (B, N), read by all processes of `group` at once
+    and the same in each. From there decoding goes on in any of them:
+
+        cache = prefill(model, input_ids, group)
+        model.generate(input_ids, attention_mask=torch.ones_like(input_ids), past_key_values=cache)
+    """
+    lengths = parts(input_ids.shape[1] - 1, dist.get_world_size(group))
+    if not min(lengths):
+        return model(input_ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
+    mine = input_ids[:, :-1].split(lengths, 1)[dist.get_rank(group)]
+    with sequence_parallel(model, group):
+        return model(mine, use_cache=True, logits_to_keep=1).past_key_values
+
+
+def shard_of(stack: Any, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache):
+    """This call's shard; positions without a mask may start again at 0: packed sequences."""
+    if cache is not None and cache.get_seq_length():
+        raise ValueError("a cache that holds tokens goes on in one process; leave sequence_parallel first")
+    places = position_ids if attention_mask is None else None
+    if places is not None:
+        places = places.expand(x.shape[:2])
+        steps = places[:, 1:] - places[:, :-1]
+        wrong = (steps != 1) & (places[:, 1:] != 0)
+        if dist.get_rank(stack.sequence_group) == 0:
+            wrong = torch.cat([wrong, places[:, :1] != 0], 1)
+        if bool(wrong.any()):
+            raise ValueError(
+                "position_ids must count each sequence from 0, in order, over the parts of all processes; "
+                f"got a part {places[0, :12].tolist()}"
+            )
+    shard = Shard.of(stack.sequence_group, x, places=places, limit=stack.sequence_limit)
+    if not min(shard.lengths):
+        raise ValueError(f"each process needs a token at least; they have {list(shard.lengths)}")
+    return shard
+
+
+def labels_of(group: dist.ProcessGroup | None, labels: Tensor, given: Any) -> Any:
+    """What divides this process's sum of losses: `given`, the Trainer's number, or the labels of all
+    processes over their number; None in one process, which takes its own mean.
+    """
+    if group is None or given is not None:
+        return given
+    count = (labels != -100).sum()
+    dist.all_reduce(count, group=group)
+    return count.clamp_min(1) / dist.get_world_size(group)

@@ -1,0 +1,195 @@
+"""Models whose sequence several processes hold do what one process does: loss, gradients, cache, refusals."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import Cases
+from judge import error
+
+from cosformer.hf import (
+    CosformerConfig,
+    CosformerEncoderConfig,
+    CosformerForCausalLM,
+    CosformerForMaskedLM,
+    CosformerForSequenceClassification,
+    CosformerForTokenClassification,
+    prefill,
+    sequence_parallel,
+)
+
+CASES = Cases()
+SMALL = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
+SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96, "dropout": 0.0}
+LENGTHS = [19, 1, 2, 28]
+DOCUMENTS = [*range(13), *range(7), *range(25), *range(5)]
+
+
+def decoder(mixer="cosformer", **more):
+    torch.manual_seed(1)
+    config = CosformerConfig(**SMALL, mixer=mixer, tie_word_embeddings=False, **more)
+    return awake(CosformerForCausalLM(config))
+
+
+def encoder(kind, mixer="cosformer", **more):
+    torch.manual_seed(1)
+    return awake(kind(CosformerEncoderConfig(**SMALL, mixer=mixer, num_labels=3, **more)))
+
+
+def awake(model):
+    """In float64, with gates and convolutions that do something."""
+    with torch.no_grad():
+        for p in model.parameters():
+            p += 0.1 * torch.randn_like(p)
+    return model.double()
+
+
+def compare(group, model, batch, *, shared=(), lengths=None):
+    """The loss and gradients of a batch (B, N) in one process and in the group's, averaged over them; the
+    loss is float32."""
+    rank, W = dist.get_rank(group), dist.get_world_size(group)
+    lengths = LENGTHS[-W:] if lengths is None else lengths
+    N = sum(lengths)
+    batch = {name: t if name in shared else t[:, :N] for name, t in batch.items()}
+    if "shift_labels" in batch:
+        batch["shift_labels"] = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
+    alone = {name: t for name, t in batch.items() if name != "shift_labels"}
+    model.train()
+    model.zero_grad()
+    loss = model(**alone).loss
+    loss.backward()
+    wanted = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    part = {name: t if name in shared else t.split(lengths, 1)[rank] for name, t in batch.items()}
+    with sequence_parallel(model, group):
+        mine = model(**part).loss
+        mine.backward()
+    mean = mine.detach().clone()
+    dist.all_reduce(mean, group=group)
+    assert abs(mean.item() / W - loss.item()) < 2e-6, (mean.item() / W, loss.item())
+    largest = max(g.abs().max() for g in wanted.values())
+    for name, p in model.named_parameters():
+        total = torch.zeros_like(p) if p.grad is None else p.grad.clone()
+        dist.all_reduce(total, group=group)
+        assert error(total / W, wanted[name], largest) < 1e-5, name
+
+
+def text(packed=False, masked=False):
+    torch.manual_seed(2)
+    ids = torch.randint(3, 40, (2, 50))
+    labels = ids.clone()
+    labels[:, ::7] = -100
+    batch = {"input_ids": ids, "labels": labels, "shift_labels": labels}
+    if packed:
+        batch["position_ids"] = torch.tensor([DOCUMENTS, DOCUMENTS[::-1]])
+        batch["position_ids"][1] = torch.arange(50)
+    if masked:
+        batch["attention_mask"] = (torch.arange(50) < torch.tensor([[50], [31]])).long()
+    return batch
+
+
+MIXERS = (
+    "cosformer",
+    "cosformer-paper",
+    "cosformer-ladder",
+    "relu",
+    "softmax+rope",
+    "cosformer, softmax+rope",
+)
+
+
+@CASES.add(*MIXERS)
+def decoders(group, mixer):
+    compare(group, decoder(mixer), text())
+    compare(group, decoder(mixer), text(masked=True))
+    compare(group, decoder(mixer), text(packed=True))
+
+
+@CASES.add()
+def decoders_with_all_the_rest(group, _):
+    compare(group, decoder(output_gate=True, positions="learned"), text())
+    model = decoder(loss="one-vs-each", loss_samples=100)
+    compare(group, model, text(packed=True))
+    model = decoder()
+    model.gradient_checkpointing_enable()
+    compare(group, model, text(packed=True))
+
+
+@CASES.add("cosformer", "cosformer-paper", "softmax")
+def encoders(group, mixer):
+    for kind in (CosformerForMaskedLM, CosformerForTokenClassification):
+        batch = text(masked=True)
+        batch.pop("shift_labels")
+        if kind is CosformerForTokenClassification:
+            batch["labels"] = batch["labels"].clamp(max=2)
+        compare(group, encoder(kind, mixer), batch)
+    batch = text(packed=True)
+    batch.pop("shift_labels")
+    compare(group, encoder(CosformerForMaskedLM, mixer), batch)
+
+
+@CASES.add("mean", "max", "mean-max", "normed-mean")
+def poolings(group, pooling):
+    batch = text(masked=True)
+    batch.pop("shift_labels")
+    batch["labels"] = torch.tensor([0, 2])
+    model = encoder(CosformerForSequenceClassification, pooling=pooling)
+    everybody = dist.get_world_size(group) == dist.get_world_size()
+    if everybody or pooling != "normed-mean":  # which normalises over all processes there are
+        compare(group, model, batch, shared=("labels",))
+
+
+@CASES.add("cosformer", "cosformer-paper", "cosformer, softmax+rope")
+def a_prompt_read_together_goes_on_in_each(group, mixer):
+    model = decoder(mixer).eval()
+    for length in (41, 3):
+        ids = torch.randint(3, 40, (2, length), generator=torch.Generator().manual_seed(length))
+        options = {"max_new_tokens": 12, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+        alone = model.generate(ids, **options)
+        cache = prefill(model, ids, group)
+        assert cache.get_seq_length() == length - 1
+        together = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, **options)
+        assert torch.equal(together, alone)
+
+
+@CASES.add()
+def refusals(group, _):
+    model, W = decoder(), dist.get_world_size(group)
+    ids = torch.randint(3, 40, (1, 8))
+    with sequence_parallel(model, group):
+        with pytest.raises(ValueError, match="shift the labels of the whole"):
+            model(ids, labels=ids)
+        with pytest.raises(ValueError, match="must count each sequence from 0, in order"):
+            model(ids, position_ids=torch.tensor([[0, 1, 6, 7, 2, 3, 4, 5]]))
+        with pytest.raises(ValueError, match="each process needs a token"):
+            model(ids[:, : dist.get_rank(group)])
+    assert model.model.sequence_group is None
+    hybrid = decoder("softmax+rope")
+    with (
+        sequence_parallel(hybrid, group, limit=1000),
+        pytest.raises(ValueError, match=f"of all {8 * W} tokens"),
+    ):
+        hybrid(ids)
+    for mixer in ("bigbird", "performer"):
+        other = encoder(CosformerForMaskedLM, mixer)
+        with sequence_parallel(other, group), pytest.raises(ValueError, match="must all be in one process"):
+            other(ids)
+    with (
+        pytest.raises(TypeError, match="cannot share a sequence"),
+        sequence_parallel(torch.nn.Linear(2, 2), group),
+    ):
+        pass
+
+
+@pytest.fixture(scope="module")
+def said(tmp_path_factory):
+    return CASES.run(__file__, tmp_path_factory.mktemp("models"))
+
+
+@pytest.mark.parametrize("name", CASES.names)
+@pytest.mark.parametrize("size", [2, CASES.world])
+def test_models_of_processes_do_what_one_does(said, name, size):
+    CASES.check(said, name, size)
+
+
+if __name__ == "__main__":
+    CASES.work()
