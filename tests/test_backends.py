@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import RUNNING
+from conftest import RUNNING, Watch
 from judge import assert_close, inputs
 from torch._subclasses import FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from cosformer import cosformer_attention, cosformer_stream, info
 from cosformer.ops import _torch, checks, operator
@@ -137,23 +136,6 @@ def test_a_device_is_asked_for():
 
 # No GPU is needed to see that none would be waited for: a watch on values that are read or moved to the CPU,
 # and the torch backend on tensors of a device that has no values at all.
-
-WAITING = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select", "unique")
-
-
-class Watch(TorchDispatchMode):
-    """Fails where a GPU would be waited for. It looks into our own operators, opaque to torch."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
-        assert name not in WAITING, f"{func} waits"
-        assert not (name == "_to_copy" and kwargs.get("device") == torch.device("cpu")), "moved to the CPU"
-        if func.namespace == "cosformer":
-            run = operator._flat_backward if "backward" in name else operator._flat_forward
-            with self:
-                return run(*args)
-        return func(*args, **kwargs)
 
 
 def run_everything(q, k, v, **options):

@@ -37,9 +37,12 @@ LAW = {
 # last. Mechanisms import the registry, which imports them in turn when it is complete.
 ORDER = {
     "ops": [
-        "call",
-        "checks packing",
-        "operator _native _torch",
+        "call triton",
+        "checks packing triton.blocks triton.tiles",
+        "triton.kernels",
+        "operator _native _torch triton.run",
+        "trust",  # compares with torch
+        "_triton",
         "convolution",
         "state",
         "linear",
@@ -88,7 +91,7 @@ ONLY_IN = {
     "datasets": {"tasks"},
     "numpy": {"tasks"},
     "ctypes": {"ops._native"},
-    "triton": set(),
+    "triton": {"ops.triton.kernels", "ops.triton.run", "ops.triton.tiles"},
 }
 
 
@@ -169,6 +172,8 @@ def test_import_law(path):
     ("module", "source"),
     [
         ("ops._native", "from . import _torch"),
+        ("ops._triton", "import triton"),
+        ("ops.triton.blocks", "from .run import forward"),
         ("ops.call", "from .operator import attend"),
         ("ops.state", "from .linear import linear_stream"),
         ("ops._torch", "import numpy"),

@@ -1,0 +1,369 @@
+"""The triton backend without a GPU: in Triton's interpreter against the definition, compiled ahead, on trial.
+
+Kernels are interpreted or compiled by a switch that Triton reads once, so what is interpreted runs in a
+process of its own: `test_in_the_interpreter` starts it; `TRITON_INTERPRET=1 pytest tests/test_triton.py` is
+the same.
+"""
+
+import importlib.util
+import json
+import logging
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import Watch, token_ids, toy_model
+from judge import assert_close, compare, inputs, judge, on, rates, value_and_grads
+
+from cosformer import cosformer_attention
+from cosformer.ops import _torch, _triton, checks, linear, operator, trust
+from cosformer.ops.call import Backend, Call, Inputs
+from cosformer.ops.triton import blocks
+
+ROOT = Path(__file__).parents[1]
+TARGETS = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}  # and their shared memory
+
+installed = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
+interpreted = pytest.mark.skipif(not _triton.INTERPRETED, reason="test_in_the_interpreter runs it")
+compiled = pytest.mark.skipif(_triton.INTERPRETED, reason="the interpreter compiles nothing")
+
+# Of the operator's own suite: what shows most in little time. The slow mark has all that ends within an hour.
+CHOSEN = (
+    "tiny_lengths and (0-5 or 5-0) or rows_with_nothing and float32 and True or state_is_part_of_the_graph"
+)
+LONG = "not sizes and not any_split and not at_length and not shapes"
+
+
+def in_the_interpreter(*options: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-p", "no:cacheprovider", *options]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, cwd=ROOT / "tests", capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout, done.stdout
+
+
+@installed
+@compiled
+def test_in_the_interpreter():
+    in_the_interpreter("test_triton.py", "-k", "not trial")
+
+
+@installed
+@compiled
+def test_chosen_of_the_suite_in_the_interpreter():
+    in_the_interpreter("test_operator.py", "test_stream.py", "-k", f"triton and ({CHOSEN})")
+
+
+@installed
+@compiled
+@pytest.mark.slow
+def test_all_of_the_suite_in_the_interpreter():
+    in_the_interpreter("test_operator.py", "test_stream.py", "-k", f"triton and {LONG}")
+
+
+# In the interpreter tiles are of 16 and chunks of 32: these sizes need several of each.
+
+SMALL = {"B": 1, "H": 2, "Hk": 1, "L": 40, "S": 40, "D": 20, "E": 18}
+TINY = {**SMALL, "D": 6, "E": 5}
+KINDS = [(causal, decay) for causal in (False, True) for decay in (None, "head", "position")]
+HALF = [(False, None), (False, "position"), (True, "position")]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("causal", "decay", "dtype"),
+    [
+        *((*kind, torch.float32) for kind in KINDS),
+        *((*kind, dtype) for kind in HALF for dtype in (torch.bfloat16, torch.float16)),
+    ],
+)
+def test_tiles(causal, decay, dtype):
+    q, k, v = inputs(**SMALL if dtype == torch.float32 else TINY, dtype=dtype)
+    q, v = q.mT.contiguous().mT, v.transpose(1, 2).contiguous().transpose(1, 2)  # whatever the strides
+    options = {"causal": causal, "decay": rates(decay, 1, 2, 40), "horizon": [60, math.inf]}
+    judge(on("triton"), q, k, v, key_mask=torch.rand(1, 40) > 0.3, **options)
+
+
+@interpreted
+@pytest.mark.parametrize(("causal", "rate"), [(False, None), (True, None), (True, 1e-3)])
+def test_queries_far_behind_the_keys(causal, rate):
+    """What lies between takes no chunks, yet decay and angles know it."""
+    q, k, v = inputs(**{**TINY, "L": 20, "S": 35})
+    decay = None if rate is None else torch.tensor([rate, rate / 5])
+    judge(on("triton"), q, k, v, causal=causal, q_offset=1000, decay=decay, horizon=3000)
+
+
+@interpreted
+@pytest.mark.parametrize(("causal", "decay"), [(False, None), (False, "position"), (True, "head")])
+def test_packed(causal, decay):
+    lengths = [5, 0, 33, 1]
+    q, k, v = inputs(**{**TINY, "L": 39, "S": 39})
+    cu, mask = torch.tensor([0, *lengths]).cumsum(0), torch.rand(1, 39) > 0.2
+
+    def packed(q, k, v, decay):
+        options = {"cu_seqlens": cu, "decay": decay, "key_mask": mask, "horizon": 60}
+        return on("triton")(q, k, v, causal=causal, **options)
+
+    def alone(attend):
+        def loop(q, k, v, decay):
+            parts = []
+            for a, b in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
+                one = decay[..., a:b] if decay is not None and decay.ndim == 3 else decay
+                cut = (x[:, :, a:b] for x in (q, k, v))
+                options = {"decay": one, "key_mask": mask[:, a:b], "horizon": 60}
+                parts.append(attend(*cut, causal=causal, **options))
+            return torch.cat(parts, 2)
+
+        return loop
+
+    compare(packed, alone, (q, k, v, rates(decay, 1, 2, 39)), (1, 2, 39, 5))
+
+
+@interpreted
+@pytest.mark.parametrize("decay", [None, "position"])
+def test_streamed_with_features_of_both_signs(decay):
+    """Cut where no chunk ends, gradients through the state; the normaliser keeps its sign."""
+    tensors = (*inputs(**TINY), rates(decay, 1, 2, 40))
+
+    def streamed(backend, *cuts):
+        def run(q, k, v, decay):
+            outs, state, options = [], None, {"horizon": 90, "signed": True, "eps": 2.0, "backend": backend}
+            for a, b in zip((0, *cuts), (*cuts, 40), strict=True):
+                cut = (x[:, :, a:b] for x in (q, k, v))
+                some = None if decay is None else decay[:, :, a:b]
+                out, state = linear.linear_stream(*cut, state, decay=some, **options)
+                outs.append(out)
+            return torch.cat([torch.cat(outs, 2).flatten(), state.tensor.flatten()])
+
+        return run
+
+    exactly = [None if t is None else t.double() for t in tensors]
+    expected, wanted = value_and_grads(streamed("torch"), exactly)
+    out, grads = value_and_grads(streamed("triton", 17), tensors)
+    for ours, theirs in zip((out, *grads), (expected, *wanted), strict=True):
+        assert_close(ours, theirs)
+
+
+@interpreted
+@pytest.mark.parametrize("causal", [False, True])
+def test_masked_keys_may_hold_anything_and_bits_are_the_same_each_time(causal):
+    q, k, v = inputs(**TINY)
+    mask = torch.rand(1, 40) > 0.3
+
+    def run(*tensors):
+        out, grads = value_and_grads(lambda *x: on("triton")(*x, causal=causal, key_mask=mask), tensors)
+        return out, *grads
+
+    clean, again = run(q, k, v), run(q, *(x.masked_fill(~mask[:, None, :, None], math.nan) for x in (k, v)))
+    assert all(torch.equal(a, b) for a, b in zip(clean, again, strict=True))
+
+
+@interpreted
+def test_a_sum_over_many_tokens_is_cut_into_stretches():
+    judge(on("triton"), *inputs(B=1, H=1, Hk=1, L=17, S=600, D=6, E=5), horizon=700)
+
+
+@interpreted
+def test_no_graph_break_and_no_wait(monkeypatch):
+    monkeypatch.setattr(checks, "readable", lambda x: False)  # as on any device but the CPU
+    tensors, options = inputs(**TINY), {"causal": True, "horizon": 90, "decay": torch.rand(1, 2, 40)}
+
+    def run(*x):
+        return cosformer_attention(*x, **options, backend="triton")
+
+    expected, wanted = value_and_grads(run, tensors)
+    with Watch():
+        out, grads = value_and_grads(run, tensors)
+    whole = torch.compile(run, backend="aot_eager", fullgraph=True)
+    also, also_grads = value_and_grads(whole, tensors)
+    for a, b, c in zip((out, *grads), (also, *also_grads), (expected, *wanted), strict=True):
+        assert torch.equal(a, c) and torch.equal(b, c)
+
+
+# Compiled ahead of time, for GPUs that are not here: tests/triton_aot.py
+
+
+def table() -> list[dict]:
+    """The committed rows; the first line says what compiled them."""
+    lines = (ROOT / "benchmarks" / "triton.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines[1:]]
+
+
+def judge_compiled(rows: list[dict]) -> None:
+    for row in rows:
+        assert row["shared"] <= TARGETS[row["target"]], row
+        assert row["spills"] == 0 or row["size"] > 128, row
+
+
+def test_the_committed_table():
+    rows = table()
+    judge_compiled(rows)
+    kinds = {(row["target"], row["dtype"], row["size"], row["call"]) for row in rows}
+    assert kinds
+    for kind in kinds:
+        kernels = [r["kernel"] for r in rows if (r["target"], r["dtype"], r["size"], r["call"]) == kind]
+        assert set(kernels) == {"gather", "read", "grad", "weigh"} and len(kernels) <= 12
+
+
+def compile_ahead(*options: str) -> list[dict]:
+    command = [sys.executable, str(ROOT / "tests" / "triton_aot.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()[1:]]
+
+
+@installed
+@compiled
+def test_compiles_ahead_of_time():
+    """One part of the table anew. What a compiler counts is its version's, that nothing spills is ours."""
+    part = {"target": "sm_80", "dtype": "bfloat16", "size": 64, "call": "bidirectional"}
+    found = compile_ahead(*(f"--{name}s={value}" for name, value in part.items()))
+    judge_compiled(found)
+    expected = [row for row in table() if {name: row[name] for name in part} == part]
+    same = ("kernel", "tiles", "warps", "stages")
+    assert [[row[name] for name in same] for row in found] == [[row[n] for n in same] for row in expected]
+
+
+@installed
+@compiled
+@pytest.mark.slow
+def test_all_compiles_ahead_of_time():
+    judge_compiled(compile_ahead())
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """The distinct kernels that calls on the triton backend would compile on a device that is not here."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import JITFunction, driver
+
+    from cosformer.ops.triton import run
+
+    found = set()
+    absent = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    )
+    monkeypatch.setattr(driver, "_active", absent)
+    monkeypatch.setattr(JITFunction, "_do_compile", lambda self, key, *_: found.add((self.__name__, key)))
+    monkeypatch.setattr(run, "_described", lambda device: ("absent", TARGETS["sm_90"]))
+    monkeypatch.setattr(operator, "choose", lambda *_: _triton.KERNELS)
+    monkeypatch.setattr(checks, "readable", lambda x: False)  # nothing is computed
+    return found
+
+
+@installed
+@compiled
+def test_a_model_compiles_few_kernels(built):
+    """At most 12 for a step of 12 layers, the trial's with them; none for another batch or length."""
+    from cosformer.hf import CosformerForCausalLM
+
+    model = toy_model(CosformerForCausalLM, num_hidden_layers=12, hidden_size=64)
+
+    def step(rows, length):
+        ids = token_ids(rows, length)
+        model(ids, labels=ids, use_cache=False).loss.backward()
+
+    step(2, 96)
+    assert {name for name, _ in built} == {"gather", "read", "grad", "weigh"}
+    x, call = Inputs(*inputs(B=1, H=4, Hk=2, L=96, S=96, D=16, E=16), torch.rand(1, 4, 96)), Call((128.0,))
+    kind = trust.kind_of(x, call._replace(causal=True, relu=True))
+    small, upstream = trust.case(kind)
+    y = _triton.KERNELS.forward(small, kind.call)
+    _triton.KERNELS.backward(upstream, small, y, kind.call)
+    assert len(built) <= 12, sorted(name for name, _ in built)
+    before = set(built)
+    step(1, 77)
+    assert built == before
+
+
+def test_blocks_serve_every_size():
+    for D, E in ((16, 16), (20, 200), (256, 17)):
+        for bytes_ in (2, 4):
+            found = blocks.blocks(D, E, bytes_, "any device", 48 * 1024)
+            assert found.chunk % found.steps == 0 and found.chunk // found.steps >= 16
+            for tiles in found[2:]:
+                assert all(n >= 16 and n & (n - 1) == 0 for n in (tiles.key, tiles.value))
+                assert tiles.key < 2 * max(D, 16) and tiles.value < 2 * max(E, 16)
+
+
+# On trial
+
+
+def changed(change) -> Backend:
+    """The torch backend with one result changed."""
+    return replace(_torch.BACKEND, backward=lambda *args: change(_torch.BACKEND.backward(*args)))
+
+
+def raising(*args):
+    raise RuntimeError("ptxas fatal: no such target\nand a long log")
+
+
+@pytest.mark.parametrize(
+    ("ours", "reason"),
+    [
+        (changed(lambda g: g._replace(q=g.q * 1.1)), "the gradient of q differs by 0.1"),
+        (changed(lambda g: g._replace(k=g.k * math.nan)), "the gradient of k differs by nan"),
+        (replace(_torch.BACKEND, forward=raising), "RuntimeError: ptxas fatal: no such target"),
+    ],
+    ids=["wrong", "nan", "raises"],
+)
+def test_who_fails_the_trial_does_not_serve(ours, reason, caplog):
+    q, k, v = inputs(L=30, S=30)
+    x, call = Inputs(q, k, v), Call((50.0,), causal=True, relu=True)
+    tried = trust.tried("ours", ours)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            assert torch.equal(tried.forward(x, call).out, _torch.BACKEND.forward(x, call).out)
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == 1 and reason in said[0] and "the torch backend runs instead" in said[0]
+    assert trust.verdict("ours", ours, torch.device("cpu")) != "agrees with the torch backend"
+    with pytest.raises(RuntimeError, match=f"backend 'ours' failed its trial on cpu: {reason}"):
+        tried.forward(x, call._replace(backend="ours"))
+
+
+def test_who_passes_the_trial_serves_every_kind_of_call():
+    served = []
+
+    def forward(x, call):
+        served.append(x)
+        return _torch.BACKEND.forward(x, call)
+
+    ours = replace(_torch.BACKEND, forward=forward)
+    tried = trust.tried("ours", ours)
+    q, k, v = inputs(L=90, S=90)
+    for causal in (False, True):
+        for x in (
+            Inputs(q, k, v),
+            Inputs(q, k, v, torch.rand(4)),
+            Inputs(q, k, v, torch.rand(2, 4, 90), torch.rand(2, 90) > 0.5),
+            Inputs(q[:1], k[:1], v[:1], cu_seqlens=torch.tensor([0, 30, 90])),
+        ):
+            tried.forward(x, Call((100.0,), causal=causal, relu=True))
+            assert served[-1] is x
+    assert trust.verdict("ours", ours, torch.device("cpu")) == "agrees with the torch backend"
+
+
+def test_one_trial_serves_a_whole_stream():
+    calls = []
+    ours = replace(_torch.BACKEND, forward=lambda *a: calls.append(a) or _torch.BACKEND.forward(*a))
+    tried, state = trust.tried("counted", ours), torch.rand(2, 4, 12, 6)
+    for position in range(5):
+        call = Call((50.0,), causal=True, keep_state=True, position=position)
+        tried.forward(Inputs(*inputs(L=1, S=1), state=state), call)
+    assert len(calls) == 5 + 1
+
+
+def test_it_says_why_it_cannot_run(monkeypatch):
+    monkeypatch.setenv("COSFORMER_TRITON", "0")
+    assert _triton.problem() == "COSFORMER_TRITON=0 turns it off"
+    monkeypatch.delenv("COSFORMER_TRITON")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert "pip install 'cosformer[gpu]'" in _triton.problem()
