@@ -71,7 +71,7 @@ ORDER = {
         "dryrun run",
         "cli",
     ],
-    "bench": ["exactness measure", "command mixers models operators"],
+    "bench": ["exactness measure", "mixers models operators tune", "command"],
     "compare": ["board plan", "quality", "budget looks", "comparison", "command"],
     "report": [
         "heatmap paper style",

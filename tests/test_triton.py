@@ -21,7 +21,8 @@ import torch
 from conftest import Watch, token_ids, toy_model
 from judge import assert_close, compare, inputs, judge, on, rates, value_and_grads
 
-from cosformer import cosformer_attention
+from cosformer import bench, cosformer_attention
+from cosformer.bench import tune
 from cosformer.ops import _torch, _triton, checks, linear, operator, trust
 from cosformer.ops.call import Backend, Call, Inputs
 from cosformer.ops.triton import blocks
@@ -367,3 +368,42 @@ def test_it_says_why_it_cannot_run(monkeypatch):
     monkeypatch.delenv("COSFORMER_TRITON")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     assert "pip install 'cosformer[gpu]'" in _triton.problem()
+
+
+# The table of block sizes
+
+
+def test_tuning_puts_the_best_that_runs_on_top_of_the_table(monkeypatch, tmp_path, capsys):
+    """A made-up GPU likes large tiles, has no room for a chunk of 128, and wants two stages to read."""
+    file = tmp_path / "blocks.json"
+    file.write_text(blocks.FILE.read_text())
+    monkeypatch.setattr(blocks, "FILE", file)
+    monkeypatch.setattr(tune, "backend_problem", lambda *_: None)
+    monkeypatch.setattr(tune, "training_step", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Abacus")
+
+    def seconds(step):
+        found = blocks.blocks(64, 64, 2, "Abacus", 0)
+        if found.chunk == 128:
+            raise RuntimeError("out of resource: shared memory")
+        return 1 / found.gather.key - 0.001 * found.chunk + 0.1 * abs(found.read.stages - 2)
+
+    monkeypatch.setattr(tune, "seconds", seconds)
+    before = len(blocks.rows())
+    tune.run(SimpleNamespace(device="cuda", head_dims=[64], dtypes=["bfloat16"]), lambda text: None)
+    assert "Abacus, size 64, bfloat16" in capsys.readouterr().out
+    blocks._read.cache_clear()
+    blocks.blocks.cache_clear()
+    assert len(blocks.rows()) == before + 1
+    found = blocks.blocks(64, 64, 2, "Abacus", 0)
+    assert (found.chunk, found.gather.key, found.read.stages) == (64, 64, 2)
+    assert blocks.rows()[0].device == "Abacus"
+    blocks.blocks.cache_clear()
+
+
+def test_tuning_needs_a_gpu(monkeypatch):
+    with pytest.raises(SystemExit, match="--tune fills a table for a GPU: give it with --device cuda"):
+        bench.main(["--tune"])
+    monkeypatch.setattr(tune, "backend_problem", lambda *_: "there is none")
+    with pytest.raises(SystemExit, match="needs a GPU that runs the triton backend: there is none"):
+        bench.main(["--tune", "--device", "cuda"])

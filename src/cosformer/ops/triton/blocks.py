@@ -6,7 +6,6 @@ row that serves is taken. `cosformer bench --device cuda --tune` puts the rows o
 """
 
 import json
-from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
@@ -56,19 +55,29 @@ INTERPRETED = Blocks(32, 2, *(Tiles(16, 16, 4, 1) for _ in range(3)))  # so that
 
 
 @cache
-def rows() -> tuple[Row, ...]:
-    return tuple(_row(*line) for line in json.loads(FILE.read_text()))
+def _read(file: Path) -> list[Row]:
+    return [_row(*line) for line in json.loads(file.read_text())]
+
+
+def rows() -> list[Row]:
+    """The table of this process."""
+    return _read(FILE)
 
 
 def _row(device: str | None, size: int, bytes_: int, shared: int, chunk: int, steps: int, *tiles) -> Row:
     return Row(device, size, bytes_, shared, Blocks(chunk, steps, *(Tiles(*t) for t in tiles)))
 
 
-def save(table: Iterable[Row]) -> None:
+def put(row: Row) -> None:
+    """Puts a row on top of the table, for the one about the same if there is one."""
+    rows()[:] = [row, *(other for other in rows() if other[:4] != row[:4])]
+    blocks.cache_clear()
+
+
+def save() -> None:
     """Writes the table, one row a line."""
-    lines = [json.dumps([*row[:4], *row.blocks]) for row in table]
+    lines = [json.dumps([*row[:4], *row.blocks]) for row in rows()]
     FILE.write_text("[\n" + ",\n".join(lines) + "\n]\n")
-    rows.cache_clear()
 
 
 @cache
