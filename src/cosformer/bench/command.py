@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ..ops.operator import backend_problem
 from ..results import Cost, Row, Writer
 from . import measure
 
@@ -66,6 +67,8 @@ def settings(argv: list[str] | None) -> argparse.Namespace:
         args.memory &= args.kind == "operators"
     if args.device != "cpu" and args.kind != "operators":
         raise SystemExit(f"cosformer bench: --device is for operators; {args.kind} are measured on the CPU")
+    if (problem := backend_problem("torch", args.device)) is not None:
+        raise SystemExit(f"cosformer bench: --device {args.device}: {problem}")
     if args.tune and args.device == "cpu":
         raise SystemExit("cosformer bench: --tune fills a table for a GPU: give it with --device cuda")
     if args.plot and args.plot.suffix != ".svg":

@@ -2,6 +2,7 @@
 
 import importlib.util
 import os
+from functools import cache
 from importlib.metadata import version
 
 import torch
@@ -25,11 +26,16 @@ def backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> Grads:
     return run.backward(upstream, x, y, call)
 
 
+@cache
+def _installed() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
 def problem() -> str | None:
     """Why kernels cannot run on this machine, whatever the call."""
     if os.environ.get("COSFORMER_TRITON") == "0":
         return "COSFORMER_TRITON=0 turns it off"
-    if importlib.util.find_spec("triton") is None:
+    if not _installed():
         return "triton is not installed: pip install 'cosformer[gpu]'"
     return None
 
