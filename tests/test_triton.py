@@ -44,7 +44,7 @@ def in_the_interpreter(*options: str) -> None:
 @installed
 @compiled
 def test_in_the_interpreter():
-    in_the_interpreter("test_triton.py", "-q")
+    in_the_interpreter("test_triton.py")
 
 
 @installed
