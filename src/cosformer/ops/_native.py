@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from .call import Backend, Call, Grads, Inputs, Outputs, Upstream, projected, theta
+from .call import Backend, Call, Grads, Inputs, Outputs, Upstream, dense, projected, theta
 
 ISAS = ("avx512", "avx2", "neon", "baseline")  # best first
 
@@ -129,24 +129,19 @@ def _tensor(t: Tensor | None) -> tuple[int, ...]:
     return _ABSENT if t is None else (t.data_ptr(), _DTYPES[t.dtype], *t.stride())
 
 
-def _dense(t: Tensor) -> Tensor:
-    """The tensor with its values in memory: torch may keep a sign, or zeros, as a mark only."""
-    return t.resolve_neg().clone() if t.is_neg() or t._is_zerotensor() else t
-
-
 def _rows(t: Tensor | None) -> Tensor | None:
     """A state with values in memory and contiguous rows; nearly always the state itself."""
     if t is None:
         return None
-    t = _dense(t)
+    t = dense(t)
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def _in_memory(x: Inputs) -> Inputs:
     """The inputs as the kernel reads them."""
-    decay = None if x.decay is None else _dense(x.decay)
+    decay = None if x.decay is None else dense(x.decay)
     cu_seqlens = None if x.cu_seqlens is None else x.cu_seqlens.contiguous()
-    return Inputs(_dense(x.q), _dense(x.k), _dense(x.v), decay, x.key_mask, cu_seqlens, _rows(x.state))
+    return Inputs(dense(x.q), dense(x.k), dense(x.v), decay, x.key_mask, cu_seqlens, _rows(x.state))
 
 
 def _fresh(t: Tensor) -> Tensor:
@@ -203,8 +198,8 @@ def forward(x: Inputs, call: Call) -> Outputs:
 
 def backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> Grads:
     x, angles = _in_memory(x), _angles(x, call)
-    y = Outputs(_dense(y.out), y.norm.contiguous(), y.after)  # vmap may expand the normaliser
-    dout, dafter = _dense(upstream.dout), _rows(upstream.dafter)
+    y = Outputs(dense(y.out), y.norm.contiguous(), y.after)  # vmap may expand the normaliser
+    dout, dafter = dense(upstream.dout), _rows(upstream.dafter)
     (B, H, L, _), (_, Hk, S, _) = x.q.shape, x.v.shape
     two_sided, grouped = call.two_sided(x), Hk != H
 
