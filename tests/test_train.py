@@ -76,7 +76,7 @@ def test_of_equals_the_one_with_the_lowest_loss_is_the_best(monkeypatch):
         return dataclasses.replace(built(name, **settings), compute_metrics=lambda _: {"accuracy": 0.5})
 
     monkeypatch.setattr(tasks, "build", scored)
-    result = go(run_of(training={"eval_steps": 1, "learning_rate": 1e-3}))
+    result = go(run_of(training={"eval_steps": 1, "learning_rate": 1e-5}))
     losses = {row["eval_loss"]: row["step"] for row in read(Path("run/metrics.jsonl")) if "eval_loss" in row}
     assert result["best_step"] == losses[min(losses)] > 1
     assert same("run", f"run/checkpoint-{result['best_step']}")

@@ -146,7 +146,7 @@ def steps_of(trainer: Trainer) -> int:
 
 def arguments(run: Run, task: tasks.Task) -> dict[str, Any]:
     """The arguments of transformers: those given, and for the rest what suits the task and this machine."""
-    given = DEFAULTS | run.training
+    given = DEFAULTS | {"per_device_train_batch_size": run.batch(task)} | run.training
     if "num_train_epochs" in run.training and "max_steps" not in run.training:
         given["max_steps"] = -1  # or our default would win
     steps, batch = given["max_steps"], given["per_device_train_batch_size"]
