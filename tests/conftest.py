@@ -436,6 +436,14 @@ def Signal(step: int, number: int = signal.SIGINT, times: int = 1):
 # What several processes do together.
 
 
+def torchrun(*command: str, processes: int = 2) -> subprocess.Popen:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
+    program = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    program += ["--nproc-per-node", str(processes), *command]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(program, env=environment, start_new_session=True, **pipes)
+
+
 class Cases:
     """Functions of a process group that `world` processes run together, in pairs and all of them.
 

@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import torchrun
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
@@ -90,21 +90,6 @@ def work(folder: Path) -> None:
             run = run_of(folder, task, how, processes=2)
             train.train(run, watch=Shards(Path(run.out)))
     torch.distributed.destroy_process_group()
-
-
-def torchrun(*command: str) -> subprocess.Popen:
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    program = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        *command,
-    ]
-    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen(program, env=environment, start_new_session=True, **pipes)
 
 
 def prepare(folder: Path) -> None:

@@ -1,5 +1,6 @@
 """Which process of a run died or hangs: each shows that it lives, and an error names those that do not."""
 
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -7,7 +8,6 @@ from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
 BEAT = 1.0  # seconds
@@ -32,11 +32,16 @@ def watched() -> Iterator[None]:
     thread.start()
     try:
         yield
-    except (RuntimeError, torch.distributed.DistError) as error:
+    except RuntimeError as error:
         text = str(error)
-        if not isinstance(error, dist.DistError) and not any(sign in text for sign in SIGNS):
+        if not any(sign in text for sign in SIGNS):
             raise
-        raise Lost(f"{blame(store)} ({text.splitlines()[0][:200]})") from error
+        lost, said = blame(store)
+        said = f"{said} ({text.splitlines()[0][:200]})"
+        living = [rank for rank in range(dist.get_world_size()) if rank not in lost]
+        if 0 in lost and living[:1] == [dist.get_rank()]:  # it is the first that speaks for all
+            print(said, file=sys.stderr, flush=True)
+        raise Lost(said) from error
     finally:
         done.set()
         thread.join()
@@ -55,16 +60,19 @@ def beat(store: dist.Store, rank: int, done: threading.Event) -> None:
             return
 
 
-def blame(store: dist.Store) -> str:
+def blame(store: dist.Store) -> tuple[list[int], str]:
     """Who shows no life for a while; a process that waits for one that died still beats."""
-    ranks = [str(rank) for rank in range(dist.get_world_size())]
+    ranks = range(dist.get_world_size())
     try:
-        before = [store.get(rank) if store.check([rank]) else None for rank in ranks]
+        before = [count(store, rank) for rank in ranks]
         time.sleep(LOST)
-        after = [store.get(rank) if store.check([rank]) else None for rank in ranks]
+        lost = [rank for rank in ranks if count(store, rank) == before[rank]]
     except RuntimeError:
-        return "the process that keeps the run's store is gone: rank 0, or torchrun itself"
-    lost = [rank for rank, a, b in zip(ranks, before, after, strict=True) if a == b]
+        return [], "the process that keeps the run's store is gone: rank 0, or torchrun itself"
     if not lost:
-        return "a process did not answer in time, though all of them run"
-    return f"rank {', '.join(lost)} of {len(ranks)} does not answer: it died or hangs"
+        return [], "a process did not answer in time, though all of them run"
+    return lost, f"rank {', '.join(map(str, lost))} of {len(ranks)} does not answer: it died or hangs"
+
+
+def count(store: dist.Store, rank: int) -> bytes | None:
+    return store.get(str(rank)) if store.check([str(rank)]) else None
