@@ -18,8 +18,10 @@ import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 from torch.utils._device import _device_constructors
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from cosformer import results
+from cosformer.ops import operator
 from cosformer.ops.operator import BACKENDS, backend_problem, declared
 
 settings.register_profile(
@@ -56,6 +58,26 @@ def pytest_generate_tests(metafunc):
 def pytest_report_header(config):
     missing = [f"{name} ({backend_problem(name)})" for name in BACKENDS if name not in RUNNING]
     return f"cosformer backends: {', '.join(RUNNING)}; not tested: {', '.join(missing) or 'none'}"
+
+
+# No GPU is needed to see that none would be waited for.
+
+WAITING = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select", "unique")
+
+
+class Watch(TorchDispatchMode):
+    """Fails where a GPU would be waited for. It looks into our own operators, opaque to torch."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = func.overloadpacket.__name__
+        assert name not in WAITING, f"{func} waits"
+        assert not (name == "_to_copy" and kwargs.get("device") == torch.device("cpu")), "moved to the CPU"
+        if func.namespace == "cosformer":
+            run = operator._flat_backward if "backward" in name else operator._flat_forward
+            with self:
+                return run(*args)
+        return func(*args, **kwargs)
 
 
 # Rows of results as `compare` writes them, for the tests of the report. Their numbers mean nothing.

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import RUNNING
+from conftest import RUNNING, Watch, moved, token_ids, toy_model
 from judge import assert_close, inputs
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from cosformer import cosformer_attention, cosformer_stream, info
+from cosformer import CosformerAttention, cosformer_attention, cosformer_stream, info
 from cosformer.ops import _torch, checks, operator
 from cosformer.ops.call import Backend, Call, Inputs, Upstream
 
@@ -134,23 +133,6 @@ def test_a_device_is_asked_for():
 # No GPU is needed to see that none would be waited for: a watch on values that are read or moved to the CPU,
 # and the torch backend on tensors of a device that has no values at all.
 
-WAITING = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select", "unique")
-
-
-class Watch(TorchDispatchMode):
-    """Fails where a GPU would be waited for. It looks into our own operators, opaque to torch."""
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = func.overloadpacket.__name__
-        assert name not in WAITING, f"{func} waits"
-        assert not (name == "_to_copy" and kwargs.get("device") == torch.device("cpu")), "moved to the CPU"
-        if func.namespace == "cosformer":
-            run = operator._flat_backward if "backward" in name else operator._flat_forward
-            with self:
-                return run(*args)
-        return func(*args, **kwargs)
-
 
 def run_everything(q, k, v, **options):
     """Forward, backward and stream, with each kind of rates and a mask."""
@@ -181,6 +163,34 @@ def test_nothing_waits_for_a_device(monkeypatch):
         found = run_everything(*tensors, backend="torch")
     for a, b in zip(found, expected, strict=True):
         assert_close(a, b)
+
+
+@pytest.mark.parametrize("decay", [None, "gated"])
+def test_a_module_waits_for_nothing(monkeypatch, decay):
+    monkeypatch.setattr(checks, "readable", lambda x: False)
+    options = {"horizon": 64, "decay": decay, "batch_first": True, "backend": "torch"}
+    module, x = moved(CosformerAttention(32, 4, **options)), torch.randn(2, 20, 32)
+    ignore = torch.arange(20) >= torch.tensor([20, 13])[:, None]
+    with Watch():
+        out, _ = module(x, x, x, need_weights=False, key_padding_mask=ignore)
+        out.sum().backward()
+    assert all(p.grad is not None for p in module.parameters())
+
+
+@pytest.mark.parametrize("name", ["CosformerForCausalLM", "CosformerForMaskedLM"])
+def test_a_model_waits_for_nothing(monkeypatch, name):
+    """A training step; and, for a decoder, a step of generation with its cache."""
+    hf, masking = pytest.importorskip("cosformer.hf"), pytest.importorskip("transformers.masking_utils")
+    monkeypatch.setattr(checks, "readable", lambda x: False)
+    # transformers looks once a forward, before the first layer, whether position_ids are of packed sequences
+    monkeypatch.setattr(masking, "find_packed_sequence_indices", lambda position_ids: None)
+    model, ids = toy_model(getattr(hf, name)).train(), token_ids()
+    with Watch():
+        model(ids, labels=ids).loss.backward()
+        if name == "CosformerForCausalLM":
+            with torch.no_grad():
+                first = model(ids, use_cache=True)
+                model(ids[:, -1:], past_key_values=first.past_key_values, use_cache=True)
 
 
 @pytest.mark.parametrize("packed", [False, True])

@@ -38,9 +38,12 @@ LAW = {
 # last. Mechanisms import the registry, which imports them in turn when it is complete.
 ORDER = {
     "ops": [
-        "call",
-        "checks fades packing shard",
-        "operator _native _torch",
+        "call triton",
+        "checks fades packing shard triton.blocks triton.tiles",
+        "triton.kernels",
+        "operator _native _torch triton.run",
+        "trust",  # compares with torch
+        "_triton",
         "convolution norm",
         "state",
         "linear parallel",
@@ -70,7 +73,7 @@ ORDER = {
         "dryrun run",
         "cli",
     ],
-    "bench": ["exactness measure", "command mixers models operators"],
+    "bench": ["exactness measure", "mixers models operators tune", "command"],
     "compare": ["board plan", "quality", "budget looks", "comparison", "command"],
     "report": [
         "heatmap paper style",
@@ -90,7 +93,7 @@ ONLY_IN = {
     "datasets": {"tasks"},
     "numpy": {"tasks"},
     "ctypes": {"ops._native"},
-    "triton": set(),
+    "triton": {"ops.triton.kernels", "ops.triton.run", "ops.triton.tiles"},
 }
 
 
@@ -171,6 +174,8 @@ def test_import_law(path):
     ("module", "source"),
     [
         ("ops._native", "from . import _torch"),
+        ("ops._triton", "import triton"),
+        ("ops.triton.blocks", "from .run import forward"),
         ("ops.call", "from .operator import attend"),
         ("ops.state", "from .linear import linear_stream"),
         ("ops._torch", "import numpy"),

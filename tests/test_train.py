@@ -76,7 +76,7 @@ def test_of_equals_the_one_with_the_lowest_loss_is_the_best(monkeypatch):
         return dataclasses.replace(built(name, **settings), compute_metrics=lambda _: {"accuracy": 0.5})
 
     monkeypatch.setattr(tasks, "build", scored)
-    result = go(run_of(training={"eval_steps": 1, "learning_rate": 1e-3}))
+    result = go(run_of(training={"eval_steps": 1, "learning_rate": 1e-5}))
     losses = {row["eval_loss"]: row["step"] for row in read(Path("run/metrics.jsonl")) if "eval_loss" in row}
     assert result["best_step"] == losses[min(losses)] > 1
     assert same("run", f"run/checkpoint-{result['best_step']}")
@@ -400,8 +400,9 @@ def test_a_classifier_is_not_scored_on_other_labels(capsys):
     for data, labels in (("three.csv", "neg, neutral, pos"), ("other.csv", "bad, good")):
         with pytest.raises(SystemExit):
             cli.evaluate(["run", "--data", data])
-        assert f"run tells neg, pos apart; the data has {labels}. If it is a part" in capsys.readouterr().err
-    cli.evaluate(["run", "--data", "two.csv", "--set", 'task.labels=["neg", "pos"]'])
+        told = f"run tells neg, pos apart; the data has {labels}. If it is a part of them, name them all"
+        assert f"{told}: --set task.labels=neg,pos\n" in capsys.readouterr().err
+    cli.evaluate(["run", "--data", "two.csv", "--set", "task.labels=neg,pos"])
     assert "accuracy" in capsys.readouterr().out
 
 

@@ -2,10 +2,13 @@
 
 import argparse
 import importlib
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from ..ops.operator import backend_problem
 from ..results import Cost, Row, Writer
 from . import measure
 
@@ -22,8 +25,12 @@ def parser() -> argparse.ArgumentParser:
     # fmt: off
     add("--quick", action="store_true", help="a small set that finishes within a minute")
     add("--operators", nargs="+", metavar="NAME", help="some of cosformer-paper, cosformer (a decay for each"
-        " position), softmax, published (the paper's code; default: all but cosformer)")
+        " position), softmax, published (the paper's code), fla (flash-linear-attention, where it is"
+        " installed, on a GPU; default: all but cosformer and fla)")
     add("--backends", nargs="+", metavar="NAME", help="of our operators (default: all that run here)")
+    add("--device", default="cpu", help="of the operators: cpu or cuda (default: %(default)s)")
+    add("--tune", action="store_true", help="instead of measuring, fill the table of the triton kernels'"
+        " block sizes for this GPU (with --device cuda), for the --head-dims and --dtypes given")
     add("--mixers", nargs="+", metavar="NAME", help="measure these mixers instead, or `all`")
     add("--models", nargs="*", metavar="MIXER", help="measure whole models instead (needs the [hf] extra)")
     add("--lengths", nargs="+", type=int, metavar="N", help="text lengths (default: a few up to 16384)")
@@ -58,6 +65,12 @@ def settings(argv: list[str] | None) -> argparse.Namespace:
     if args.quick:
         args.lengths = args.lengths or [512, 2048, 8192]
         args.memory &= args.kind == "operators"
+    if args.device != "cpu" and args.kind != "operators":
+        raise SystemExit(f"cosformer bench: --device is for operators; {args.kind} are measured on the CPU")
+    if (problem := backend_problem("torch", args.device)) is not None:
+        raise SystemExit(f"cosformer bench: --device {args.device}: {problem}")
+    if args.tune and args.device == "cpu":
+        raise SystemExit("cosformer bench: --tune fills a table for a GPU: give it with --device cuda")
     if args.plot and args.plot.suffix != ".svg":
         raise SystemExit(f"cosformer bench: --plot draws an SVG: its name ends in .svg; got {args.plot}")
     return args
@@ -67,7 +80,18 @@ def main(argv: list[str] | None = None) -> None:
     args = settings(argv)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
+    with torch.device(args.device) if args.device != "cpu" else nullcontext():
+        _measure(args)
+
+
+def _measure(args: argparse.Namespace) -> None:
+    if args.tune:
+        from . import tune
+
+        return tune.run(args, measure.say)
     here = measure.machine()
+    if args.device != "cpu":
+        here = replace(here, cpu=torch.cuda.get_device_name())
     versions = f"torch {here.torch}, cosformer {here.cosformer}"
     print(f"{here.cpu}, {here.threads} threads, {here.isa}; {versions}", flush=True)
     bench = importlib.import_module(f".{args.kind}", __package__)

@@ -140,6 +140,19 @@ def peak_memories(module: str, cases: list[dict[str, Any]]) -> list[float | None
     return [found.get(number) for number in range(len(cases))]
 
 
+def device_memories(module: str, cases: list[dict[str, Any]]) -> list[float | None]:
+    """MiB that `module.prepare(case)()` adds to what a GPU holds at most, for each case."""
+    prepare = importlib.import_module(module).prepare
+    found: list[float | None] = []
+    for case in cases:
+        work = prepare(case)
+        before = torch.accelerator.memory_allocated()
+        torch.accelerator.reset_peak_memory_stats()
+        work()
+        found.append((torch.accelerator.max_memory_allocated() - before) / 2**20)
+    return found
+
+
 def _print_peak_memories(module: str, cases: list[dict[str, Any]], threads: int) -> None:
     prepare = importlib.import_module(module).prepare
     for number, case in enumerate(cases):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ from ..ops import State, cosformer_attention, cosformer_stream
 from ..ops.operator import BACKENDS, backend_problem
 from ..results import Cost
 from .exactness import with_gradients
-from .measure import Say, Work, in_turns, peak_memories
+from .measure import Say, Work, device_memories, in_turns, peak_memories
 
-NAMES = ("cosformer-paper", "cosformer", "softmax", "published")
+NAMES = ("cosformer-paper", "cosformer", "softmax", "published", "fla")
 OURS = ("cosformer-paper", "cosformer")  # without decay, and with one rate for each head and position
+DECAYED = ("cosformer", "fla")
 LENGTHS = [256, 512, 1024, 2048, 4096, 16384]
 WORK = {"forward": "forward", "training": "forward + backward", "decoding": "decoding one token"}
 DECODED_AFTER = (100, 100_000)  # tokens
@@ -67,12 +69,22 @@ def published(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
     return phi_q @ (phi_k.mT @ v) / z.clamp_min(1e-6)[..., None]
 
 
+def flash_linear_attention(q: Tensor, k: Tensor, v: Tensor, decay: Tensor) -> Tensor:
+    """The peer on GPUs: the same sums with a decay for each position, without cosine and normaliser."""
+    from fla.ops.simple_gla import chunk_simple_gla
+
+    q, k, v, g = (x.transpose(1, 2) for x in (q, k, v, -decay))
+    return chunk_simple_gla(q, k, v, g=g)[0].transpose(1, 2)
+
+
 def function_of(case: Case) -> Callable[..., Tensor]:
     """The operator: q, k, v and, for `cosformer`, the decay."""
     if case.mixer == "softmax":
         return partial(F.scaled_dot_product_attention, is_causal=case.causal)
     if case.mixer == "published":
         return partial(published, causal=case.causal)
+    if case.mixer == "fla":
+        return flash_linear_attention
 
     def ours(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None) -> Tensor:
         return cosformer_attention(q, k, v, causal=case.causal, decay=decay, backend=case.backend)
@@ -81,18 +93,28 @@ def function_of(case: Case) -> Callable[..., Tensor]:
 
 
 def tensors_of(case: Case, heads: int, length: int) -> list[Tensor]:
-    """q, k, v, for `cosformer` the decay, and the gradient of the output."""
+    """q, k, v, for `cosformer` and `fla` the decay, and the gradient of the output."""
     q, k, v, dout = (
         torch.randn(1, heads, length, case.head_dim).to(getattr(torch, case.dtype)) for _ in range(4)
     )
-    return [q, k, v, *([torch.rand(1, heads, length)] if case.mixer == "cosformer" else []), dout]
+    return [q, k, v, *([torch.rand(1, heads, length)] if case.mixer in DECAYED else []), dout]
 
 
 def prepare(case: Case | dict) -> Work:
     """A function of no arguments that does the case's work once."""
     case = case if isinstance(case, Case) else Case(**case)
-    if case.work == "decoding":
-        return _prepare_decoding(case)
+    work = _prepare_decoding(case) if case.work == "decoding" else _prepare(case)
+    if torch.get_default_device().type == "cpu":
+        return work
+
+    def finished() -> None:
+        work()
+        torch.accelerator.synchronize()
+
+    return finished
+
+
+def _prepare(case: Case) -> Work:
     call, (*given, dout) = function_of(case), tensors_of(case, case.heads, case.length)
     if case.work == "forward":
         return torch.no_grad()(lambda: call(*given))
@@ -136,10 +158,14 @@ def check(case: Case) -> float:
 
 def cases(args: argparse.Namespace) -> list[Case]:
     """The cases asked for, less those out of reach, such as softmax beyond --longest-softmax."""
-    here = [backend for backend in BACKENDS if backend_problem(backend) is None]
+    here = [backend for backend in BACKENDS if backend_problem(backend, args.device) is None]
     _known("operator", args.operators, NAMES)
     _known("backend", args.backends, here)
-    default = [n for n in NAMES if n != "cosformer" and not (args.quick and n == "published")]
+    if "fla" in (args.operators or ()) and (args.device == "cpu" or find_spec("fla") is None):
+        raise SystemExit(
+            "bench: operator 'fla' needs --device cuda, and `pip install flash-linear-attention`"
+        )
+    default = [n for n in NAMES if n not in DECAYED and not (args.quick and n == "published")]
     operators = [
         (name, backend)
         for name in args.operators or default
@@ -168,6 +194,8 @@ def _known(what: str, given: list[str] | None, known: tuple[str, ...] | list[str
 def _in_reach(case: Case, longest_softmax: int) -> bool:
     if case.work == "decoding":
         return case.causal and case.mixer in ("cosformer-paper", "softmax") and _runs(case)
+    if case.mixer == "fla":
+        return case.causal
     if case.mixer == "published":  # 2 GB of stored sums
         return not case.causal or 3 * case.heads * case.length * 2 * case.head_dim**2 * 4 <= 2e9
     return _runs(case) and (case.mixer != "softmax" or case.length <= longest_softmax)
@@ -198,7 +226,7 @@ def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
     def kind(case: Case) -> tuple:
         return case.mixer, case.backend, case.causal, case.head_dim, case.dtype
 
-    judged = {kind(c): c for c in todo if c.mixer != "softmax" and c.work != "decoding"}
+    judged = {kind(c): c for c in todo if c.mixer not in ("softmax", "fla") and c.work != "decoding"}
     errors = {key: check(case) for key, case in judged.items()}
     limits = gemm_works()
     works: dict = {case: prepare(case) for case in todo} | {name: work for name, (work, _) in limits.items()}
@@ -207,7 +235,8 @@ def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
     weighed = [c for c in todo if c.work == "training" and c.causal == (args.causal != "no")]
     weighed = [c for c in weighed if args.memory and c.mixer != "cosformer"]
     say(f"memory of {len(weighed)} cases")
-    memory = dict(zip(weighed, peak_memories(__name__, [asdict(case) for case in weighed])))
+    measured = peak_memories if args.device == "cpu" else device_memories
+    memory = dict(zip(weighed, measured(__name__, [asdict(case) for case in weighed])))
     for case in todo:
         row = partial(Cost, what="operator", limit_gflops=limit, gflops=case.flops / timed[case]["ms"] / 1e6)
         yield row(**asdict(case), **timed[case], error=errors.get(kind(case)), memory_mib=memory.get(case))

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from .call import Backend, Call, Grads, Inputs, Outputs, Upstream, projected, theta
+from .call import Backend, Call, Grads, Inputs, Outputs, Upstream, dense, projected, theta
 
 ISAS = ("avx512", "avx2", "neon", "baseline")  # best first
 
@@ -28,6 +28,7 @@ _CONVOLUTION = struct.Struct("=8q12q2q")  # struct cosformer_convolution_call
 _NORM = struct.Struct("=3qdq24qq")  # struct cosformer_norm_call
 _ABSENT = (0,) * 6  # a tensor that is not there
 _ABI = reduce(lambda abi, struct: 1000 * abi + struct.size, (_CALL, _GRADS, _CONVOLUTION, _NORM), 0)
+_LARGE = 1 << 25  # bytes: smaller memory malloc gives out again, pages and all; this comes fresh every time
 _CPU = torch.device("cpu")
 
 _log = logging.getLogger("cosformer")
@@ -62,6 +63,8 @@ class _Kernel:
         self.backward = library.cosformer_backward
         self.convolution = library.cosformer_convolution
         self.norm = library.cosformer_norm
+        self.expect = library.cosformer_expect
+        self.expect.argtypes, self.expect.restype = [ctypes.c_void_p, ctypes.c_int64], None
         for function in (self.supports, self.forward, self.convolution, self.norm):
             function.argtypes = [ctypes.c_char_p]
         self.backward.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
@@ -126,24 +129,26 @@ def _tensor(t: Tensor | None) -> tuple[int, ...]:
     return _ABSENT if t is None else (t.data_ptr(), _DTYPES[t.dtype], *t.stride())
 
 
-def _dense(t: Tensor) -> Tensor:
-    """The tensor with its values in memory: torch may keep a sign, or zeros, as a mark only."""
-    return t.resolve_neg().clone() if t.is_neg() or t._is_zerotensor() else t
-
-
 def _rows(t: Tensor | None) -> Tensor | None:
     """A state with values in memory and contiguous rows; nearly always the state itself."""
     if t is None:
         return None
-    t = _dense(t)
+    t = dense(t)
     return t if t.stride(-1) == 1 else t.contiguous()
 
 
 def _in_memory(x: Inputs) -> Inputs:
     """The inputs as the kernel reads them."""
-    decay = None if x.decay is None else _dense(x.decay)
+    decay = None if x.decay is None else dense(x.decay)
     cu_seqlens = None if x.cu_seqlens is None else x.cu_seqlens.contiguous()
-    return Inputs(_dense(x.q), _dense(x.k), _dense(x.v), decay, x.key_mask, cu_seqlens, _rows(x.state))
+    return Inputs(dense(x.q), dense(x.k), dense(x.v), decay, x.key_mask, cu_seqlens, _rows(x.state))
+
+
+def _fresh(t: Tensor) -> Tensor:
+    """A tensor about to be filled; if large, in huge pages: small ones take the system long to hand out."""
+    if t.nbytes >= _LARGE:
+        _kernel().expect(t.data_ptr(), t.nbytes)
+    return t
 
 
 def _angles(x: Inputs, call: Call) -> Tensor | None:
@@ -181,10 +186,11 @@ def _check(failed: int) -> None:
 
 def forward(x: Inputs, call: Call) -> Outputs:
     y, x, angles = Outputs.empty(x, call), _in_memory(x), _angles(x, call)
+    _fresh(y.out)
     if not call.two_sided(x) or y.out.dtype == torch.float32:
         _check(_kernel().forward(_packed(x, y, call, angles)))
         return y
-    added_to = y._replace(out=torch.empty_like(y.out, dtype=torch.float32))  # by the second sweep
+    added_to = y._replace(out=_fresh(torch.empty_like(y.out, dtype=torch.float32)))  # by the second sweep
     _check(_kernel().forward(_packed(x, added_to, call, angles)))
     y.out.copy_(added_to.out)
     return y
@@ -192,13 +198,14 @@ def forward(x: Inputs, call: Call) -> Outputs:
 
 def backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> Grads:
     x, angles = _in_memory(x), _angles(x, call)
-    y = Outputs(_dense(y.out), y.norm.contiguous(), y.after)  # vmap may expand the normaliser
-    dout, dafter = _dense(upstream.dout), _rows(upstream.dafter)
+    y = Outputs(dense(y.out), y.norm.contiguous(), y.after)  # vmap may expand the normaliser
+    dout, dafter = dense(upstream.dout), _rows(upstream.dafter)
     (B, H, L, _), (_, Hk, S, _) = x.q.shape, x.v.shape
     two_sided, grouped = call.two_sided(x), Hk != H
 
     def gradient(like: Tensor, added_to: bool) -> Tensor:  # one per query head
-        return projected(like, H, like.shape[2], like.shape[3], torch.float32 if added_to else like.dtype)
+        dtype = torch.float32 if added_to else like.dtype
+        return _fresh(projected(like, H, like.shape[2], like.shape[3], dtype))
 
     dq = gradient(x.q, call.causal or two_sided)
     dk, dv = (gradient(t, two_sided or grouped) for t in (x.k, x.v))

@@ -157,6 +157,11 @@ def projected(like: Tensor, heads: int, length: int, size: int, dtype: torch.dty
     return like.new_empty_strided(shape, strides, dtype=dtype or like.dtype)
 
 
+def dense(t: Tensor) -> Tensor:
+    """The tensor with its values in memory: torch may keep a sign, or zeros, as a mark only."""
+    return t.resolve_neg().clone() if t.is_neg() or t._is_zerotensor() else t
+
+
 @lru_cache  # kept from call to call: a decode step is short, and to another device this is a transfer
 def theta(horizons: tuple[float, ...], device: torch.device) -> Tensor:
     """Radians per position, one for each horizon."""

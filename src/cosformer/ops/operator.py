@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from .call import DTYPES, Backend, Call, Grads, Inputs, Outputs, Upstream
 from .checks import check_values
 
-BACKENDS = ("native", "torch")  # best first
+BACKENDS = ("native", "triton", "torch")  # best first
 
 # Backends. A named one runs or raises with the reason; none falls back silently.
 

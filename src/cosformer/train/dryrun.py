@@ -72,7 +72,7 @@ def check(run: Run, task: tasks.Task, start: str | None, *, real: bool) -> None:
 def check_shapes(run: Run, task: tasks.Task, start: str | None) -> int:
     """One batch forward and backward without values, only shapes; the bytes two small steps would take."""
     given, began = DEFAULTS | run.training, time.perf_counter()
-    batch, accumulate = given["per_device_train_batch_size"], given.get("gradient_accumulation_steps", 1)
+    batch, accumulate = run.batch(task), given.get("gradient_accumulation_steps", 1)
     with torch.device("meta"):
         model = models.CLASSES[task.kind](config_of(run, task, start))
     count = models.parameters(model)

@@ -78,7 +78,7 @@ def build(task: Task, *, seed: int = 0, **chosen: Any) -> PreTrainedModel:
 
 
 def load(directory: str, kind: str, **fields: Any) -> PreTrainedModel:
-    """The saved model of a directory as one for tasks of `kind`; a head it does not have is drawn anew."""
+    """The saved model of a directory, for tasks of `kind`; a head that it does not have is drawn anew."""
     return CLASSES[kind].from_pretrained(directory, local_files_only=True, **fields)
 
 
@@ -96,9 +96,7 @@ def parameters(model: PreTrainedModel) -> int:
 def parameters_beside_softmax(
     model: PreTrainedModel, task: Task, *, size: str, fields: dict[str, Any] | None = None
 ) -> float:
-    """The share of parameters a model has more than softmax with learned positions at the same size, by
-    shapes alone.
-    """
+    """The share of parameters a model has more than softmax with learned positions at the same size."""
     ours = ["mixer_options", "horizon", "layer_types", "full_attention_interval", "short_conv", "qk_norm"]
     ours += ["output_gate"]
     plain = {k: v for k, v in (fields or {}).items() if k not in ours}

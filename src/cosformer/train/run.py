@@ -283,5 +283,5 @@ def description(run: Run, task: tasks.Task, model: PreTrainedModel) -> str:
             more += f": more than the {task.published.extra_parameters:.0%} this benchmark allows"
     sets = ", ".join(f"{len(getattr(task, split)):,} {split}" for split in tasks.SPLITS)
     said = f"{task.name}, {run.mixer}: {models.parameters(model):,} parameters{more}; "
-    said += f"{sets} examples of up to {task.max_length:,} tokens"
+    said += f"{sets} examples of up to {task.max_length:,} tokens, in batches of {run.batch(task)}"
     return "\n".join([said, *task.left_out, *task.notes])

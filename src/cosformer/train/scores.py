@@ -35,7 +35,7 @@ def evaluate(run: Run, model: str | Path, *, split: str = "test") -> dict[str, f
         raise SettingsError(f"{told}; cosformer finetune trains it")
     if task.num_labels is not None and (labels := models.labels_of(str(model))) != list(task.labels):
         told = f"{model} tells {', '.join(labels)} apart; the data has {', '.join(task.labels)}"
-        way = f"name them all: --set task.labels='{json.dumps(labels)}'"
+        way = f"name them all: --set task.labels={','.join(labels)}"
         raise SettingsError(f"{told}. If it is a part of them, {way}")
     with tempfile.TemporaryDirectory() as nowhere:
         training = run.training | {"report_to": []}

@@ -22,7 +22,6 @@ from . import models
 
 DEFAULTS: dict[str, Any] = {  # of ours, where transformers' are for large runs on GPUs
     "max_steps": 1000,
-    "per_device_train_batch_size": 8,
     "learning_rate": 1e-3,
     "lr_scheduler_type": "cosine",
     "warmup_steps": 0.05,
@@ -31,6 +30,7 @@ DEFAULTS: dict[str, Any] = {  # of ours, where transformers' are for large runs 
     "logging_steps": 10,
     "seed": 0,
 }
+TOKENS, ROWS = 4096, (8, 64)  # of a batch not asked for: so many tokens, as long as it is so many rows
 KEYS = ("about", "mixer", "size", "out", "start", "eval_examples", "test_examples", "sequence_parallel")
 TABLES = {"task": "task_settings", "model": "model_fields", "train": "training", "pretrain": "pretrain"}
 
@@ -82,6 +82,11 @@ class Run:
     @property
     def seed(self) -> int:
         return (DEFAULTS | self.training)["seed"]
+
+    def batch(self, task: tasks.Task) -> int:
+        """Rows of a step and process: those asked for, or the more of them the shorter they are."""
+        rows = min(ROWS[1], max(ROWS[0], TOKENS // task.max_length))
+        return self.training.get("per_device_train_batch_size", rows)
 
     def plain(self) -> dict[str, Any]:
         """The settings as JSON gives them back: a tuple is a list, a path a string."""

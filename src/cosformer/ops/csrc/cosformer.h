@@ -124,6 +124,9 @@ int cosformer_norm(const cosformer_norm_call *call);
 int cosformer_forward(const cosformer_call *call);
 int cosformer_backward(const cosformer_call *call, const cosformer_grads *grads);
 
+/* All of this fresh memory is about to be written: the system may hand it out in huge pages. */
+void cosformer_expect(void *data, int64_t bytes);
+
 /* Does this CPU run the instruction set ("baseline", "avx2", "avx512", "neon")? */
 int cosformer_cpu_supports(const char *isa);
 

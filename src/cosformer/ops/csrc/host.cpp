@@ -8,6 +8,9 @@
 #ifndef _WIN32
 #include <pthread.h>
 #endif
+#ifdef __linux__
+#include <sys/mman.h>
+#endif
 
 namespace {
 bool in_child = false;
@@ -30,7 +33,20 @@ static bool has_avx512() {
 }
 #endif
 
-extern "C" __attribute__((visibility("default"))) int cosformer_cpu_supports(const char *isa) {
+#define EXPORT extern "C" __attribute__((visibility("default")))
+
+EXPORT void cosformer_expect(void *data, int64_t bytes) {
+#ifdef MADV_HUGEPAGE
+    constexpr uintptr_t HUGE = 1 << 21;
+    const uintptr_t first = (reinterpret_cast<uintptr_t>(data) + HUGE - 1) / HUGE * HUGE;
+    const uintptr_t last = (reinterpret_cast<uintptr_t>(data) + bytes) / HUGE * HUGE;
+    if (first < last) madvise(reinterpret_cast<void *>(first), last - first, MADV_HUGEPAGE);  // advice: it may be ignored
+#else
+    (void)data, (void)bytes;
+#endif
+}
+
+EXPORT int cosformer_cpu_supports(const char *isa) {
     if (!std::strcmp(isa, "baseline")) return 1;
 #if defined(__x86_64__)
     __builtin_cpu_init();

@@ -1,0 +1,90 @@
+"""cosformer bench --tune: the triton kernels' block sizes, refilled by measuring on the GPU that is here."""
+
+import argparse
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ..ops import cosformer_attention
+from ..ops.operator import backend_problem
+from ..ops.triton import blocks
+from ..ops.triton.blocks import Blocks, Row, Tiles
+from .measure import Say
+
+ROWS, HEADS, LENGTH = 4, 16, 4096
+TILES = [Tiles(*choice) for choice in itertools.product((32, 64), (32, 64), (4, 8), (1, 2))]
+CHOICES = {"chunk": (32, 64, 128), "steps": (1, 2, 4), "gather": TILES, "read": TILES, "grad": TILES}
+
+
+def run(args: argparse.Namespace, say: Say) -> None:
+    """For each size and dtype asked for, one row on top of the table, which names this device."""
+    problem = backend_problem("triton", args.device)
+    if problem is not None:
+        raise SystemExit(f"bench: --tune needs a GPU that runs the triton backend: {problem}")
+    device = torch.cuda.get_device_name()
+    for size, dtype in itertools.product(args.head_dims, args.dtypes):
+        bytes_ = 2 if dtype == "bfloat16" else 4
+        step = training_step(size, getattr(torch, dtype))
+        start = next(row for row in blocks.rows() if size <= row.size and bytes_ == row.bytes)
+        row = tuned(Row(device, size, bytes_, 0, start.blocks), lambda: seconds(step), say)
+        blocks.put(row)
+        say("")
+        print(f"{device}, size {size}, {dtype}: {tuple(row.blocks)}", flush=True)
+    blocks.save()
+    print(f"written to {blocks.FILE}")
+
+
+def tuned(row: Row, measure: Callable[[], float], say: Say) -> Row:
+    """The row with the best of the choices, one kind after another; what does not run is left out."""
+    best, least = row, _tried(row, measure)
+    for field in CHOICES:
+        for candidate in list(_candidates(best, field)):
+            say(f"size {row.size}, {field}: {getattr(candidate.blocks, field)}")
+            took = _tried(candidate, measure)
+            if took < least:
+                best, least = candidate, took
+    return best
+
+
+def _candidates(row: Row, field: str) -> Iterator[Row]:
+    for choice in CHOICES[field]:
+        changed = Blocks(**{**row.blocks._asdict(), field: choice})
+        if changed.chunk // changed.steps >= 16:  # a matrix product takes 16 at least
+            yield row._replace(blocks=changed)
+
+
+def _tried(row: Row, measure: Callable[[], float]) -> float:
+    blocks.put(row)
+    try:
+        return measure()
+    except Exception:  # too much shared memory, or whatever else a compiler says
+        return float("inf")
+
+
+def training_step(size: int, dtype: torch.dtype) -> Callable[[], object]:
+    """Forward and backward of causal attention with gated decay."""
+    leaves = [torch.randn(ROWS, LENGTH, HEADS, size).to(dtype).transpose(1, 2) for _ in range(4)]
+    q, k, v, dout = (x.requires_grad_() for x in leaves)
+    rates = torch.rand(ROWS, HEADS, LENGTH).requires_grad_()
+
+    def step() -> object:
+        out = cosformer_attention(q, k, v, causal=True, decay=rates, backend="triton")
+        return torch.autograd.grad(out, (q, k, v, rates), dout)
+
+    return step
+
+
+def seconds(step: Callable[[], object], calls: int = 10) -> float:
+    """Of one call, the median of five samples after warming up."""
+    taken = []
+    for _ in range(6):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            step()
+        torch.cuda.synchronize()
+        taken.append((time.perf_counter() - start) / calls)
+    return statistics.median(taken[1:])

@@ -1,0 +1,1 @@
+"""The kernels of the triton backend, and how a call launches them."""

@@ -1,0 +1,103 @@
+"""The block sizes of the triton kernels, read from blocks.json: a table by size and device, no autotuner.
+
+A row serves keys and values up to its `size`, factors of matrix products of so many `bytes` (2 for bfloat16,
+4 for the rest), and any device with as much `shared` memory; or, if `device` names one, that alone. The first
+row that serves is taken. `cosformer bench --device cuda --tune` puts the rows of a device on top.
+"""
+
+import json
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+FILE = Path(__file__).with_name("blocks.json")
+
+
+class Tiles(NamedTuple):
+    """How one kernel cuts D and E, and the warps and stages it runs with."""
+
+    key: int
+    value: int
+    warps: int
+    stages: int
+
+    @property
+    def launched(self) -> dict[str, int]:
+        """What Triton is told at a launch; fused multiply-adds are said aloud, since its default changes."""
+        return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
+
+    def within(self, D: int, E: int) -> "Tiles":
+        """The tiles no larger than these sizes need; a matrix product takes 16 at least."""
+        return self._replace(key=min(self.key, _power(D)), value=min(self.value, _power(E)))
+
+
+class Blocks(NamedTuple):
+    """The tokens of a chunk, how many steps `gather` takes for one, and the tiles of each kernel."""
+
+    chunk: int
+    steps: int
+    gather: Tiles
+    read: Tiles
+    grad: Tiles
+
+
+class Row(NamedTuple):
+    """One line of the table."""
+
+    device: str | None
+    size: int
+    bytes: int
+    shared: int
+    blocks: Blocks
+
+
+INTERPRETED = Blocks(32, 2, *(Tiles(16, 16, 4, 1) for _ in range(3)))  # so that small sizes need several
+
+
+@cache
+def _read(file: Path) -> list[Row]:
+    return [_row(*line) for line in json.loads(file.read_text())]
+
+
+def rows() -> list[Row]:
+    """The table of this process."""
+    return _read(FILE)
+
+
+def _row(device: str | None, size: int, bytes_: int, shared: int, chunk: int, steps: int, *tiles) -> Row:
+    return Row(device, size, bytes_, shared, Blocks(chunk, steps, *(Tiles(*t) for t in tiles)))
+
+
+def put(row: Row) -> None:
+    """Puts a row on top of the table, for the one about the same if there is one."""
+    rows()[:] = [row, *(other for other in rows() if other[:4] != row[:4])]
+    blocks.cache_clear()
+
+
+def save() -> None:
+    """Writes the table, one row a line."""
+    lines = [json.dumps([*row[:4], *row.blocks]) for row in rows()]
+    FILE.write_text("[\n" + ",\n".join(lines) + "\n]\n")
+
+
+@cache
+def blocks(D: int, E: int, bytes_: int, device: str, shared: int) -> Blocks:
+    """Those for a call; `device` is its name, `shared` the shared memory that a program may use there."""
+    found = next(
+        row.blocks
+        for row in rows()
+        if max(D, E) <= row.size
+        and bytes_ == row.bytes
+        and shared >= row.shared
+        and row.device in (None, device)
+    )
+    return fitted(found, D, E)
+
+
+def fitted(found: Blocks, D: int, E: int) -> Blocks:
+    return Blocks(found.chunk, found.steps, *(tiles.within(D, E) for tiles in found[2:]))
+
+
+def _power(n: int) -> int:
+    """The least power of two that is not below n, and at least 16."""
+    return max(16, 1 << (n - 1).bit_length())

@@ -1,0 +1,179 @@
+"""The triton backend without a GPU: its kernels in Triton's interpreter, against the definition.
+
+Kernels are interpreted or compiled by a switch that Triton reads once, so what is interpreted runs in a
+process of its own: `test_in_the_interpreter` starts it; `TRITON_INTERPRET=1 pytest tests/test_triton.py` is
+the same.
+"""
+
+import importlib.util
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import Watch
+from judge import assert_close, compare, inputs, judge, on, rates, value_and_grads
+
+from cosformer import cosformer_attention
+from cosformer.ops import _triton, checks, linear
+
+ROOT = Path(__file__).parents[1]
+
+installed = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
+interpreted = pytest.mark.skipif(not _triton.INTERPRETED, reason="test_in_the_interpreter runs it")
+compiled = pytest.mark.skipif(_triton.INTERPRETED, reason="the interpreter compiles nothing")
+
+# Of the operator's own suite: what shows most in little time. The slow mark has all that ends within an hour.
+CHOSEN = (
+    "tiny_lengths and (0-5 or 5-0) or rows_with_nothing and float32 and True or state_is_part_of_the_graph"
+)
+LONG = "not sizes and not any_split and not at_length and not shapes"
+
+
+def in_the_interpreter(*options: str) -> None:
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-p", "no:cacheprovider", *options]
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(command, env=environment, cwd=ROOT / "tests", capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
+    assert " passed" in done.stdout, done.stdout
+
+
+@installed
+@compiled
+def test_in_the_interpreter():
+    in_the_interpreter("test_triton.py")
+
+
+@installed
+@compiled
+def test_chosen_of_the_suite_in_the_interpreter():
+    in_the_interpreter("test_operator.py", "test_stream.py", "-k", f"triton and ({CHOSEN})")
+
+
+@installed
+@compiled
+@pytest.mark.slow
+def test_all_of_the_suite_in_the_interpreter():
+    in_the_interpreter("test_operator.py", "test_stream.py", "-k", f"triton and {LONG}")
+
+
+# In the interpreter tiles are of 16 and chunks of 32: these sizes need several of each.
+
+SMALL = {"B": 1, "H": 2, "Hk": 1, "L": 40, "S": 40, "D": 20, "E": 18}
+TINY = {**SMALL, "D": 6, "E": 5}
+KINDS = [(causal, decay) for causal in (False, True) for decay in (None, "head", "position")]
+HALF = [(False, None), (False, "position"), (True, "position")]
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("causal", "decay", "dtype"),
+    [
+        *((*kind, torch.float32) for kind in KINDS),
+        *((*kind, dtype) for kind in HALF for dtype in (torch.bfloat16, torch.float16)),
+    ],
+)
+def test_tiles(causal, decay, dtype):
+    q, k, v = inputs(**SMALL if dtype == torch.float32 else TINY, dtype=dtype)
+    q, v = q.mT.contiguous().mT, v.transpose(1, 2).contiguous().transpose(1, 2)  # whatever the strides
+    options = {"causal": causal, "decay": rates(decay, 1, 2, 40), "horizon": [60, math.inf]}
+    judge(on("triton"), q, k, v, key_mask=torch.rand(1, 40) > 0.3, **options)
+
+
+@interpreted
+@pytest.mark.parametrize(("causal", "rate"), [(False, None), (True, None), (True, 1e-3)])
+def test_queries_far_behind_the_keys(causal, rate):
+    """What lies between takes no chunks, yet decay and angles know it."""
+    q, k, v = inputs(**{**TINY, "L": 20, "S": 35})
+    decay = None if rate is None else torch.tensor([rate, rate / 5])
+    judge(on("triton"), q, k, v, causal=causal, q_offset=1000, decay=decay, horizon=3000)
+
+
+@interpreted
+@pytest.mark.parametrize(("causal", "decay"), [(False, None), (False, "position"), (True, "head")])
+def test_packed(causal, decay):
+    lengths = [5, 0, 33, 1]
+    q, k, v = inputs(**{**TINY, "L": 39, "S": 39})
+    cu, mask = torch.tensor([0, *lengths]).cumsum(0), torch.rand(1, 39) > 0.2
+
+    def packed(q, k, v, decay):
+        options = {"cu_seqlens": cu, "decay": decay, "key_mask": mask, "horizon": 60}
+        return on("triton")(q, k, v, causal=causal, **options)
+
+    def alone(attend):
+        def loop(q, k, v, decay):
+            parts = []
+            for a, b in zip(cu[:-1].tolist(), cu[1:].tolist(), strict=True):
+                one = decay[..., a:b] if decay is not None and decay.ndim == 3 else decay
+                cut = (x[:, :, a:b] for x in (q, k, v))
+                options = {"decay": one, "key_mask": mask[:, a:b], "horizon": 60}
+                parts.append(attend(*cut, causal=causal, **options))
+            return torch.cat(parts, 2)
+
+        return loop
+
+    compare(packed, alone, (q, k, v, rates(decay, 1, 2, 39)), (1, 2, 39, 5))
+
+
+@interpreted
+@pytest.mark.parametrize("decay", [None, "position"])
+def test_streamed_with_features_of_both_signs(decay):
+    """Cut where no chunk ends, gradients through the state; the normaliser keeps its sign."""
+    tensors = (*inputs(**TINY), rates(decay, 1, 2, 40))
+
+    def streamed(backend, *cuts):
+        def run(q, k, v, decay):
+            outs, state, options = [], None, {"horizon": 90, "signed": True, "eps": 2.0, "backend": backend}
+            for a, b in zip((0, *cuts), (*cuts, 40), strict=True):
+                cut = (x[:, :, a:b] for x in (q, k, v))
+                some = None if decay is None else decay[:, :, a:b]
+                out, state = linear.linear_stream(*cut, state, decay=some, **options)
+                outs.append(out)
+            return torch.cat([torch.cat(outs, 2).flatten(), state.tensor.flatten()])
+
+        return run
+
+    exactly = [None if t is None else t.double() for t in tensors]
+    expected, wanted = value_and_grads(streamed("torch"), exactly)
+    out, grads = value_and_grads(streamed("triton", 17), tensors)
+    for ours, theirs in zip((out, *grads), (expected, *wanted), strict=True):
+        assert_close(ours, theirs)
+
+
+@interpreted
+@pytest.mark.parametrize("causal", [False, True])
+def test_masked_keys_may_hold_anything_and_bits_are_the_same_each_time(causal):
+    q, k, v = inputs(**TINY)
+    mask = torch.rand(1, 40) > 0.3
+
+    def run(*tensors):
+        out, grads = value_and_grads(lambda *x: on("triton")(*x, causal=causal, key_mask=mask), tensors)
+        return out, *grads
+
+    clean, again = run(q, k, v), run(q, *(x.masked_fill(~mask[:, None, :, None], math.nan) for x in (k, v)))
+    assert all(torch.equal(a, b) for a, b in zip(clean, again, strict=True))
+
+
+@interpreted
+def test_a_sum_over_many_tokens_is_cut_into_stretches():
+    judge(on("triton"), *inputs(B=1, H=1, Hk=1, L=17, S=600, D=6, E=5), horizon=700)
+
+
+@interpreted
+def test_no_graph_break_and_no_wait(monkeypatch):
+    monkeypatch.setattr(checks, "readable", lambda x: False)  # as on any device but the CPU
+    tensors, options = inputs(**TINY), {"causal": True, "horizon": 90, "decay": torch.rand(1, 2, 40)}
+
+    def run(*x):
+        return cosformer_attention(*x, **options, backend="triton")
+
+    expected, wanted = value_and_grads(run, tensors)
+    with Watch():
+        out, grads = value_and_grads(run, tensors)
+    whole = torch.compile(run, backend="aot_eager", fullgraph=True)
+    also, also_grads = value_and_grads(whole, tensors)
+    for a, b, c in zip((out, *grads), (also, *also_grads), (expected, *wanted), strict=True):
+        assert torch.equal(a, c) and torch.equal(b, c)

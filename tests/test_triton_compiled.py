@@ -1,0 +1,265 @@
+"""The triton backend around its kernels: compiled ahead for GPUs that are not here, on trial, tuned."""
+
+import importlib.util
+import itertools
+import json
+import logging
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import token_ids, toy_model
+from judge import inputs
+
+from cosformer import bench
+from cosformer.bench import tune
+from cosformer.ops import _torch, _triton, checks, operator, trust
+from cosformer.ops.call import Backend, Call, Inputs
+from cosformer.ops.triton import blocks
+
+ROOT = Path(__file__).parents[1]
+TARGETS = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}  # and their shared memory
+
+installed = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
+
+# Compiled ahead of time, for GPUs that are not here: tests/triton_aot.py
+
+
+def table() -> list[dict]:
+    """The committed rows; the first line says what compiled them."""
+    lines = (ROOT / "benchmarks" / "triton.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines[1:]]
+
+
+def judge_compiled(rows: list[dict]) -> None:
+    for row in rows:
+        assert row["shared"] <= TARGETS[row["target"]], row
+        assert row["spills"] == 0 or row["size"] > 128, row
+
+
+def test_the_committed_table():
+    rows = table()
+    judge_compiled(rows)
+    kinds = {(row["target"], row["dtype"], row["size"], row["call"]) for row in rows}
+    assert len(kinds) >= 3 * 2 * 4 * 2
+    for kind in kinds:
+        kernels = [r["kernel"] for r in rows if (r["target"], r["dtype"], r["size"], r["call"]) == kind]
+        assert set(kernels) == {"gather", "read", "grad", "weigh"} and len(kernels) <= 12
+
+
+def test_the_page_has_the_table():
+    page = (ROOT / "docs" / "gpu.md").read_text()
+    for target, size in itertools.product(TARGETS, (32, 64, 128, 256)):
+        mine = [row for row in table() if (row["target"], row["size"]) == (target, size)]
+        registers, shared = (max(row[name] for row in mine) for name in ("registers", "shared"))
+        spills = sum(row["spills"] for row in mine)
+        assert f"| {target} | {size} | {len(mine)} | {registers} | {spills} | {shared:,} |" in page
+
+
+@installed
+def test_the_page_has_the_computed_cost():
+    command = [sys.executable, str(ROOT / "tests" / "triton_costs.py")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "H100" in done.stdout and done.stdout.strip() in (ROOT / "docs" / "gpu.md").read_text()
+
+
+def compile_ahead(*options: str) -> list[dict]:
+    command = [sys.executable, str(ROOT / "tests" / "triton_aot.py"), *options]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return [json.loads(line) for line in done.stdout.splitlines()[1:]]
+
+
+@installed
+def test_compiles_ahead_of_time():
+    """One part of the table anew. What a compiler counts is its version's, that nothing spills is ours."""
+    part = {"target": "sm_80", "dtype": "bfloat16", "size": 64, "call": "bidirectional"}
+    found = compile_ahead(*(f"--{name}s={value}" for name, value in part.items()))
+    judge_compiled(found)
+    expected = [row for row in table() if {name: row[name] for name in part} == part]
+    same = ("kernel", "tiles", "warps", "stages")
+    assert [[row[name] for name in same] for row in found] == [[row[n] for n in same] for row in expected]
+
+
+@installed
+@pytest.mark.slow
+def test_all_compiles_ahead_of_time():
+    judge_compiled(compile_ahead())
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """The distinct kernels that calls on the triton backend would compile on a device that is not here."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime import JITFunction, driver
+
+    from cosformer.ops.triton import run
+
+    found = set()
+    absent = SimpleNamespace(
+        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+    )
+    monkeypatch.setattr(driver, "_active", absent)
+    monkeypatch.setattr(JITFunction, "_do_compile", lambda self, key, *_: found.add((self.__name__, key)))
+    monkeypatch.setattr(run, "_described", lambda device: ("absent", TARGETS["sm_90"]))
+    monkeypatch.setattr(operator, "choose", lambda *_: _triton.KERNELS)
+    monkeypatch.setattr(checks, "readable", lambda x: False)  # nothing is computed
+    return found
+
+
+@installed
+def test_a_model_compiles_few_kernels(built):
+    """At most 12 for a step of 12 layers, the trial's with them; none for another batch or length."""
+    from cosformer.hf import CosformerForCausalLM
+
+    model = toy_model(CosformerForCausalLM, num_hidden_layers=12, hidden_size=64)
+
+    def step(rows, length):
+        ids = token_ids(rows, length)
+        model(ids, labels=ids, use_cache=False).loss.backward()
+
+    step(2, 96)
+    assert {name for name, _ in built} == {"gather", "read", "grad", "weigh"}
+    x, call = Inputs(*inputs(B=1, H=4, Hk=2, L=96, S=96, D=16, E=16), torch.rand(1, 4, 96)), Call((128.0,))
+    kind = trust.kind_of(x, call._replace(causal=True, relu=True))
+    small, upstream = trust.case(kind)
+    y = _triton.KERNELS.forward(small, kind.call)
+    _triton.KERNELS.backward(upstream, small, y, kind.call)
+    assert len(built) <= 12, sorted(name for name, _ in built)
+    before = set(built)
+    step(1, 77)
+    assert built == before
+
+
+def test_blocks_serve_every_size():
+    for D, E in ((16, 16), (20, 200), (256, 17)):
+        for bytes_ in (2, 4):
+            found = blocks.blocks(D, E, bytes_, "any device", 48 * 1024)
+            assert found.chunk % found.steps == 0 and found.chunk // found.steps >= 16
+            for tiles in found[2:]:
+                assert all(n >= 16 and n & (n - 1) == 0 for n in (tiles.key, tiles.value))
+                assert tiles.key < 2 * max(D, 16) and tiles.value < 2 * max(E, 16)
+
+
+# On trial
+
+
+def changed(change) -> Backend:
+    """The torch backend with one result changed."""
+    return replace(_torch.BACKEND, backward=lambda *args: change(_torch.BACKEND.backward(*args)))
+
+
+def raising(*args):
+    raise RuntimeError("ptxas fatal: no such target\nand a long log")
+
+
+@pytest.mark.parametrize(
+    ("ours", "reason"),
+    [
+        (changed(lambda g: g._replace(q=g.q * 1.1)), "the gradient of q differs by 0.1"),
+        (changed(lambda g: g._replace(k=g.k * math.nan)), "the gradient of k differs by nan"),
+        (replace(_torch.BACKEND, forward=raising), "RuntimeError: ptxas fatal: no such target"),
+    ],
+    ids=["wrong", "nan", "raises"],
+)
+def test_who_fails_the_trial_does_not_serve(ours, reason, caplog):
+    q, k, v = inputs(L=30, S=30)
+    x, call = Inputs(q, k, v), Call((50.0,), causal=True, relu=True)
+    tried = trust.tried("ours", ours)
+    with caplog.at_level(logging.ERROR):
+        for _ in range(3):
+            assert torch.equal(tried.forward(x, call).out, _torch.BACKEND.forward(x, call).out)
+    said = [r.getMessage() for r in caplog.records]
+    assert len(said) == 1 and reason in said[0] and "the torch backend runs instead" in said[0]
+    assert trust.verdict("ours", ours, torch.device("cpu")) != "agrees with the torch backend"
+    with pytest.raises(RuntimeError, match=f"backend 'ours' failed its trial on cpu: {reason}"):
+        tried.forward(x, call._replace(backend="ours"))
+
+
+def test_who_passes_the_trial_serves_every_kind_of_call():
+    served = []
+
+    def forward(x, call):
+        served.append(x)
+        return _torch.BACKEND.forward(x, call)
+
+    ours = replace(_torch.BACKEND, forward=forward)
+    tried = trust.tried("ours", ours)
+    q, k, v = inputs(L=90, S=90)
+    for causal in (False, True):
+        for x in (
+            Inputs(q, k, v),
+            Inputs(q, k, v, torch.rand(4)),
+            Inputs(q, k, v, torch.rand(2, 4, 90), torch.rand(2, 90) > 0.5),
+            Inputs(q[:1], k[:1], v[:1], cu_seqlens=torch.tensor([0, 30, 90])),
+        ):
+            tried.forward(x, Call((100.0,), causal=causal, relu=True))
+            assert served[-1] is x
+    assert trust.verdict("ours", ours, torch.device("cpu")) == "agrees with the torch backend"
+
+
+def test_one_trial_serves_a_whole_stream():
+    calls = []
+    ours = replace(_torch.BACKEND, forward=lambda *a: calls.append(a) or _torch.BACKEND.forward(*a))
+    tried, state = trust.tried("counted", ours), torch.rand(2, 4, 12, 6)
+    for position in range(5):
+        call = Call((50.0,), causal=True, keep_state=True, position=position)
+        tried.forward(Inputs(*inputs(L=1, S=1), state=state), call)
+    assert len(calls) == 5 + 1
+
+
+def test_it_says_why_it_cannot_run(monkeypatch):
+    monkeypatch.setenv("COSFORMER_TRITON", "0")
+    assert _triton.problem() == "COSFORMER_TRITON=0 turns it off"
+    monkeypatch.delenv("COSFORMER_TRITON")
+    monkeypatch.setattr(_triton, "_installed", lambda: False)
+    assert "pip install 'cosformer[gpu]'" in _triton.problem()
+
+
+# The table of block sizes
+
+
+def test_tuning_puts_the_best_that_runs_on_top_of_the_table(monkeypatch, tmp_path, capsys):
+    """A made-up GPU likes large tiles, has no room for a chunk of 128, and wants two stages to read."""
+    file = tmp_path / "blocks.json"
+    file.write_text(blocks.FILE.read_text())
+    monkeypatch.setattr(blocks, "FILE", file)
+    monkeypatch.setattr(tune, "backend_problem", lambda *_: None)
+    monkeypatch.setattr(tune, "training_step", lambda *_: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Abacus")
+
+    def seconds(step):
+        found = blocks.blocks(64, 64, 2, "Abacus", 0)
+        if found.chunk == 128:
+            raise RuntimeError("out of resource: shared memory")
+        return 1 / found.gather.key - 0.001 * found.chunk + 0.1 * abs(found.read.stages - 2)
+
+    monkeypatch.setattr(tune, "seconds", seconds)
+    before = len(blocks.rows())
+    tune.run(SimpleNamespace(device="cuda", head_dims=[64], dtypes=["bfloat16"]), lambda text: None)
+    assert "Abacus, size 64, bfloat16" in capsys.readouterr().out
+    blocks._read.cache_clear()
+    blocks.blocks.cache_clear()
+    assert len(blocks.rows()) == before + 1
+    found = blocks.blocks(64, 64, 2, "Abacus", 0)
+    assert (found.chunk, found.gather.key, found.read.stages) == (64, 64, 2)
+    assert blocks.rows()[0].device == "Abacus"
+    blocks.blocks.cache_clear()
+
+
+def test_tuning_needs_a_gpu(monkeypatch):
+    with pytest.raises(SystemExit, match="--tune fills a table for a GPU: give it with --device cuda"):
+        bench.main(["--tune"])
+    with pytest.raises(SystemExit, match="--device abacus: .*abacus"):
+        bench.main(["--device", "abacus"])
+    monkeypatch.setattr(tune, "backend_problem", lambda *_: "there is none")
+    with pytest.raises(SystemExit, match="needs a GPU that runs the triton backend: there is none"):
+        bench.main(["--tune", "--device", "meta"])
