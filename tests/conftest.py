@@ -445,13 +445,11 @@ def torchrun(*command: str, processes: int = 2) -> subprocess.Popen:
 
 
 class Cases:
-    """Functions of a process group that `world` processes run together, in pairs and all of them.
+    """Functions of a process group that processes run together, in pairs and all of them.
 
     The processes are started once for a file of tests, which is their program, too; each says of each case
     what went wrong in it. The first that fails ends all, since the others would wait for this process.
     """
-
-    world = 4
 
     def __init__(self):
         self.names = {}
@@ -467,11 +465,11 @@ class Cases:
 
         return add
 
-    def run(self, program: str, folder: Path) -> Path:
+    def run(self, program: str, folder: Path, *, world: int) -> Path:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
         started = [
-            subprocess.Popen([sys.executable, program, str(folder), str(rank)], env=environment)
-            for rank in range(self.world)
+            subprocess.Popen([sys.executable, program, str(folder), str(world), str(rank)], env=environment)
+            for rank in range(world)
         ]
         for process in started:
             process.wait(timeout=300)
@@ -479,11 +477,11 @@ class Cases:
 
     def work(self) -> None:
         torch.set_num_threads(1)
-        folder, rank, soon = Path(sys.argv[1]), int(sys.argv[2]), timedelta(seconds=30)
-        given = {"rank": rank, "world_size": self.world, "timeout": soon}
+        folder, world, rank, soon = Path(sys.argv[1]), *map(int, sys.argv[2:]), timedelta(seconds=30)
+        given = {"rank": rank, "world_size": world, "timeout": soon}
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", **given)
-        pairs = [dist.new_group([2 * i, 2 * i + 1], timeout=soon) for i in range(self.world // 2)]
-        groups = {2: pairs[rank // 2], self.world: dist.group.WORLD}
+        pairs = [dist.new_group([2 * i, 2 * i + 1], timeout=soon) for i in range(world // 2)]
+        groups = {2: pairs[rank // 2], world: dist.group.WORLD}
         for name, (function, setting) in self.names.items():
             for size, group in groups.items():
                 try:
@@ -494,8 +492,8 @@ class Cases:
                     os._exit(1)
         dist.destroy_process_group()
 
-    def check(self, said: Path, name: str, size: int) -> None:
-        files = [said / f"{rank}-{name}-{size}" for rank in range(self.world)]
+    def check(self, said: Path, name: str, *, size: int, world: int) -> None:
+        files = [said / f"{rank}-{name}-{size}" for rank in range(world)]
         wrong = [path.read_text() for path in files if path.exists()]
         assert not any(wrong), "\n".join(wrong)
-        assert len(wrong) == self.world, "an earlier case failed"
+        assert len(wrong) == world, "an earlier case failed"

@@ -180,15 +180,15 @@ def refusals(group, _):
         pass
 
 
-@pytest.fixture(scope="module")
-def said(tmp_path_factory):
-    return CASES.run(__file__, tmp_path_factory.mktemp("models"))
+@pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])
+def said(request, tmp_path_factory):
+    return CASES.run(__file__, tmp_path_factory.mktemp("models"), world=request.param), request.param
 
 
 @pytest.mark.parametrize("name", CASES.names)
-@pytest.mark.parametrize("size", [2, CASES.world])
-def test_models_of_processes_do_what_one_does(said, name, size):
-    CASES.check(said, name, size)
+def test_models_of_processes_do_what_one_does(said, name):
+    folder, world = said
+    CASES.check(folder, name, size=world, world=world)
 
 
 if __name__ == "__main__":

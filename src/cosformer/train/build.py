@@ -155,7 +155,7 @@ def arguments(run: Run, task: tasks.Task) -> dict[str, Any]:
     if evaluates == "steps":
         given.setdefault("eval_steps", max(1, steps // 10) if steps > 0 else 0.1)
         given.setdefault("save_steps", given["eval_steps"])
-    on_gpu = torch.cuda.is_available()
+    on_gpu, rows = torch.cuda.is_available(), batch * PartialState().num_processes // run.sequence_parallel
     return {
         "save_total_limit": 2,
         "load_best_model_at_end": "no" not in (evaluates, saves),
@@ -164,8 +164,7 @@ def arguments(run: Run, task: tasks.Task) -> dict[str, Any]:
         "per_device_eval_batch_size": batch,
         # The order of the data and the size of its batches must not depend on the number of processes.
         "data_seed": given["seed"],
-        "dataloader_drop_last": len(task.train)
-        >= batch * PartialState().num_processes // run.sequence_parallel,
+        "dataloader_drop_last": len(task.train) >= rows,
         "ddp_find_unused_parameters": False,
         "disable_tqdm": True,
         "logging_nan_inf_filter": False,  # a NaN is to be seen
