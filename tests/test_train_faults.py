@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -363,6 +364,21 @@ def test_a_full_disk_stops_with_a_line_and_the_run_goes_on_when_there_is_room(wh
     assert checkpoints() and not is_sealed(Path("run"))  # and every checkpoint is whole
     go(resume=True)
     assert same("run", whole) and steps() == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_thread_that_cannot_write_leaves_the_word_to_the_run(monkeypatch, capsys):
+    monkeypatch.setattr(threading, "excepthook", threading.__excepthook__)
+    train.quieten()
+
+    def fail(error):
+        raise error
+
+    for error in (OSError(errno.EROFS, "Read-only file system"), ValueError("a mistake")):
+        thread = threading.Thread(target=fail, args=(error,))
+        thread.start()
+        thread.join()
+    said = capsys.readouterr().err
+    assert "Read-only" not in said and "a mistake" in said
 
 
 if __name__ == "__main__":

@@ -24,6 +24,13 @@ def quieten() -> None:
     """transformers' own remarks and bars are about code, not about a run."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
+    threading.excepthook = of_thread
+
+
+def of_thread(error: threading.ExceptHookArgs) -> None:
+    """TensorBoard's thread tells the main one of a full disk, which says a line; a traceback says no more."""
+    if not issubclass(error.exc_type, OSError):
+        threading.__excepthook__(error)
 
 
 def say(line: str) -> None:
