@@ -464,7 +464,7 @@ def test_the_pictures_of_the_docs_come_from_the_committed_results(name, tmp_path
     rows = results.read(ROOT / "benchmarks" / f"{source}.jsonl")
     if source == "compare":
         report.write_page(rows, tmp_path / "report.html", plots=tmp_path)
-        made = {"compare-cost": "training-0-ms", "compare-learning": "learning-lm-0-lm-seconds"}[name]
+        made = {"compare-cost": "training-0-ms", "compare-learning": "learning-lm-0-lm-tokens"}[name]
     else:
         made = name
         report.plot(rows, tmp_path / f"{name}.svg")
