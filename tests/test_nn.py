@@ -289,7 +289,7 @@ def test_compiles(decay):
         (r'decay must be None, "ladder", "gated", one rate, .* \(4\); got .gate.', {"decay": "gate"}),
         ("horizon must be greater than 0; got -1", {"horizon": -1}),
         (r"horizon must be one number or one per head \(4\); got 2 numbers", {"horizon": [1, 2]}),
-        ("backend 'natvie' is unknown; one of 'native', 'torch'", {"backend": "natvie"}),
+        ("backend 'natvie' is unknown; one of 'native', 'triton', 'torch'", {"backend": "natvie"}),
         ("eps must be greater than 0", {"eps": 0.0}),
         ("short_conv must be a width of 2 or more tokens, or 0 for none; got 1", {"short_conv": 1}),
         ("short_conv must be a width of 2 or more .* got True", {"short_conv": True}),
