@@ -210,6 +210,17 @@ def test_every_mixer_is_searched_alike_and_trained_with_its_best_rate(tmp_path, 
     assert len(of(again, Search)) == len(search) and len(seen) == 2  # what was searched is known
 
 
+def test_a_subject_may_take_the_rate_found_on_another(tmp_path):
+    """The search is that subject's, with its share of the steps, and is done once."""
+    first = dataclasses.replace(TOY, rates=(1e-30, 1e-3), searched=0.5)
+    others = [dataclasses.replace(first, name=f"copy-{n}", search_on=first) for n in (2, 3)]
+    rows = run(tmp_path, subjects=others, mixers=["cosformer"], seeds=[0], steps=20)
+    assert [(row.subject, row.rate, row.steps) for row in of(rows, Search)] == [
+        (first.name, rate, 10) for rate in first.rates
+    ]
+    assert [(row.subject, row.rate) for row in of(rows, Quality)] == [("copy-2", 1e-3), ("copy-3", 1e-3)]
+
+
 # What a language model does with its context.
 
 

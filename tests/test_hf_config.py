@@ -108,6 +108,19 @@ def test_convolutions_are_centred_in_an_encoder_and_causal_in_a_decoder():
     assert ahead(toy_model(hf.CosformerForCausalLM, mixer="cosformer-paper")) == set()
 
 
+def test_what_surrounds_the_mixers_is_the_same_in_all_layers():
+    """A hybrid's softmax layers have the convolution and the norms of the others, unless they are refused."""
+
+    def around(**fields):
+        layers = toy_model(hf.CosformerForCausalLM, **fields).model.layers
+        return [(x.conv is not None, x.q_norm is not None) for x in (y.self_attn.interior for y in layers)]
+
+    assert around(mixer="cosformer-hybrid") == around(mixer="cosformer") == [(True, True)] * 2
+    assert around(mixer="cosformer-hybrid", short_conv=0) == [(False, True)] * 2
+    assert around(mixer="cosformer-hybrid", qk_norm=False) == [(True, False)] * 2
+    assert around(mixer="softmax") == around(mixer="cosformer-paper, softmax") == [(False, False)] * 2
+
+
 @headed
 def test_a_new_model_starts_with_nothing_between_its_projections_and_its_mixer(kind):
     """Convolutions are the identity, gates at the ladder, output gates one half, norms' weights one."""
