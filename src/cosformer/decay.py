@@ -4,7 +4,8 @@ weight_ij *= exp(-|A_i - A_j|)      A the running sum of the rates (rate * posit
 
 None        no decay, the paper's operator
 rates       a number, or one per head: constants
-"ladder"    constants, one per head, geometric from 1/4 (a few tokens) down to 1/span (the whole context)
+"ladder"    constants, one per head, geometric from 1/4 (a few tokens) down to 1/(16 span): the slowest head
+            keeps nearly all of the context
 "gated"     ladder_h * exp(w_h . x + b_h), one per head and position, read from the layer's input x; it starts
             as the ladder
 """
@@ -17,14 +18,15 @@ from torch import Tensor, nn
 
 from .ops.checks import Rates, rate_list, shown
 
+BEYOND = 16  # spans until the slowest head forgets: from a ladder that ends with the span, recall is learned late
 LARGEST_EXPONENT = 20.0  # e^20 / 4 forgets everything; an infinite rate would make the running sum NaN
 
 DecaySpec = Rates | str | None
 
 
 def ladder(heads: int, span: float) -> list[float]:
-    """One rate per head, geometric from 1/4 down to 1/span; under a span of 4 tokens they are all 1/4."""
-    step = math.log(4 / max(span, 4)) / max(heads - 1, 1)
+    """One rate per head, geometric from 1/4 down to 1/(16 span)."""
+    step = math.log(4 / (BEYOND * max(span, 1))) / max(heads - 1, 1)
     return [math.exp(head * step) / 4 for head in range(heads)]
 
 

@@ -105,6 +105,7 @@ class Comparison:
                 row = trained(cell, steps, self.rate_of(cell, steps), self.board)
             self.results.add(row)
             self.board.done(f"{what}: {said(row)}")
+            self.look_at(subject)
 
     def rate_of(self, cell: Cell, steps: int) -> float:
         """The subject's rate of learning; of several the best for this mixer, by short runs kept as rows."""
@@ -150,10 +151,15 @@ class Comparison:
         return known["steps"]
 
     def look_at(self, subject: Subject) -> None:
-        """What the trained language models do with their context, where that is not known yet."""
+        """What the trained language models do with their context, where that is not known yet.
+
+        Rows may come from a machine that is gone, and its models with it.
+        """
         rows = of(self.results.rows, Quality)
         for row in [row for row in rows if row.subject == subject.name and row.status == "done"]:
             cell = Cell(subject, row.mixer, row.seed, self.out)
+            if not (cell.folder(subject.name) / "config.json").exists():
+                continue
             about = {"subject": subject.name, "mixer": row.mixer}
             if subject.task in ("lm", "mlm") and row.seed == 0 and not self.results.has(Picture, **about):
                 measure.say(f"{cell}: picture")

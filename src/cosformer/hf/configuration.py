@@ -7,10 +7,10 @@ layer_types     given beside a mixer of one name: softmax where it says full_att
                 says sliding_attention
 full_attention_interval   shorthand for that: every so manieth layer, and the last, is softmax
 mixer_options   options of the mixers, each given to those that have it
-horizon         the distance at which a key stops mattering, for the mixers that have one; None means
-                max_position_embeddings. No two tokens may lie further apart, so a longer text is an error;
-                math.inf drops the cosine, and the length is then unlimited, unless positions are learned:
-                those end at max_position_embeddings
+horizon         the distance at which a key stops mattering, for the mixers that have one. No two tokens may lie
+                further apart, so a longer text is an error; math.inf is no cosine, and the length is then
+                unlimited, unless positions are learned: those end at max_position_embeddings. None is the
+                mixer's own: no cosine in `cosformer`, max_position_embeddings in `cosformer-paper`
 positions       "learned" (an embedding added to the input), "none", or None for what the mixers want
 short_conv      the width of a convolution of q, k and v in all layers; 0 for none, None for the widest that
                 any of the mixers wants
@@ -37,7 +37,7 @@ from .. import mixers
 from .loss import LOSSES
 from .pooling import POOLINGS
 
-FORMAT = 2  # of a saved model: its fields and the names of its weights
+FORMAT = 3  # of a saved model: its fields and the names of its weights
 POSITIONS = ("learned", "none", None)
 BY_TYPE = {
     "full_attention": "softmax",
@@ -130,7 +130,7 @@ class CosformerFields:
             raise ValueError(f"mixer_options has {unknown[0]!r}; mixer {self.mixer!r} accepts {known}")
         if self.horizon is not None and not self.horizon > 0:
             raise ValueError(
-                f"horizon is {self.horizon}; it must be greater than 0, or None for max_position_embeddings"
+                f"horizon is {self.horizon}; it must be greater than 0, or None for what the mixer has"
             )
         if self.horizon is not None and "horizon" not in accepted:
             raise ValueError(f"horizon is {self.horizon}, but mixer {self.mixer!r} has none")

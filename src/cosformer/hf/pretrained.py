@@ -63,7 +63,7 @@ def attend(
     if cu_seqlens is None and not reaches(tokens, mixer.reach, causal=causal):
         raise ValueError(
             f"{tokens} tokens reach past the horizon of {mixer.reach:g}; use shorter texts, or a model whose "
-            "config.horizon (by default max_position_embeddings) is larger, or math.inf"
+            "config.horizon is larger, or math.inf (no cosine)"
         )
     if shard is not None:  # whether there is a mask must not depend on the part of it that is here
         key_mask = None if key_mask is None else key_mask.bool()

@@ -121,14 +121,16 @@ class Kernel(Mixer):
 
 @register("cosformer")
 @register("cosformer-ladder", decay="ladder")
-@register("cosformer-no-cosine", horizon=math.inf)
-@register("cosformer-paper", decay=None)
+@register("cosformer-cosine", horizon=None)
+@register("cosformer-paper", decay=None, horizon=None)
 class Cosformer(Kernel):
     """cosFormer (Qin et al., 2022, arXiv:2202.08791): relu features, a cosine of the distance, decay.
 
+    A cosine that ends with the context hides its beginning, and beside a learned decay it adds nothing: the
+    recommended mixer has none, and so half the state and no limit of length.
+
     horizon       the distance at which a key stops mattering, a number or one per head; None means
-                  max_length, "length" the longer side of each call (not for streams), math.inf drops the
-                  cosine
+                  max_length, "length" the longer side of each call (not for streams), math.inf no cosine
     decay         as in decay.py: "gated" (the recommended), "ladder", rates, or None, the paper's operator
     learn_decay   constant rates are learned
     both_signs    features relu([x, -x]) instead of relu(x): twice as many, and twice the state
@@ -142,7 +144,7 @@ class Cosformer(Kernel):
         self,
         sizes: Sizes,
         *,
-        horizon: Horizon | str | None = None,
+        horizon: Horizon | str | None = math.inf,
         decay: DecaySpec = "gated",
         learn_decay: bool = False,
         both_signs: bool = False,

@@ -38,7 +38,7 @@ KNOWN = {
     "softmax": ("softmax", 2),
     "published": ("cosFormer (paper's code)", 5),
     "cosformer-ladder": ("cosFormer (constant decay)", 7),
-    "cosformer-no-cosine": ("cosFormer (no cosine)", 8),
+    "cosformer-cosine": ("cosFormer (with the cosine)", 8),
     "relu": ("ReLU (paper, no cosine)", 6),
     "leaky_relu": ("LeakyReLU", 5),
     "identity": ("identity", 8),

@@ -231,7 +231,7 @@ def speedups(what: str, rows: list[Cost]) -> Table | None:
 
 PAIRS = [  # (what is added, without, with)
     ("the cosine", "relu", "cosformer-paper"),
-    ("the cosine, beside gated decay", "cosformer-no-cosine", "cosformer"),
+    ("the cosine, beside gated decay", "cosformer", "cosformer-cosine"),
     ("all that is recommended", "cosformer-paper", "cosformer"),
     ("constant decay", "cosformer-paper", "cosformer-ladder"),
     ("one softmax layer in four", "cosformer", "cosformer-hybrid"),
