@@ -1,7 +1,5 @@
 """The registry of mixers: names, options, positions after a +, and a mixer for each layer from a spec."""
 
-import math
-
 import pytest
 import torch
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from .ops.checks import Rates, rate_list, shown
 
-BEYOND = 16  # spans until the slowest head forgets: from a ladder that ends with the span, recall is learned late
+BEYOND = 16  # spans until the slowest head forgets; where it ends with the span, recall is learned late
 LARGEST_EXPONENT = 20.0  # e^20 / 4 forgets everything; an infinite rate would make the running sum NaN
 
 DecaySpec = Rates | str | None

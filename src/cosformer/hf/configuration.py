@@ -7,8 +7,8 @@ layer_types     given beside a mixer of one name: softmax where it says full_att
                 says sliding_attention
 full_attention_interval   shorthand for that: every so manieth layer, and the last, is softmax
 mixer_options   options of the mixers, each given to those that have it
-horizon         the distance at which a key stops mattering, for the mixers that have one. No two tokens may lie
-                further apart, so a longer text is an error; math.inf is no cosine, and the length is then
+horizon         the distance at which a key stops mattering, for the mixers that have one. No two tokens may
+                lie further apart, so a longer text is an error; math.inf is no cosine, and the length is then
                 unlimited, unless positions are learned: those end at max_position_embeddings. None is the
                 mixer's own: no cosine in `cosformer`, max_position_embeddings in `cosformer-paper`
 positions       "learned" (an embedding added to the input), "none", or None for what the mixers want
