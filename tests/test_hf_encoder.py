@@ -1,7 +1,5 @@
 """The encoder's own: how a text becomes one vector, its heads, and how long a text may be."""
 
-import math
-
 import pytest
 import torch
 from conftest import token_ids, toy_config, toy_model
@@ -107,10 +105,10 @@ def test_dropout_is_on_the_embeddings_and_on_what_blocks_add():
 
 def test_without_positions_and_cosine_there_is_no_limit():
     free = {"positions": "none", "max_position_embeddings": 24}
-    model, longer = toy_model(hf.CosformerForMaskedLM, horizon=math.inf, **free), token_ids(length=72)
+    model, longer = toy_model(hf.CosformerForMaskedLM, **free), token_ids(length=72)
     got = model(longer).logits
     torch.testing.assert_close(model(longer, token_type_ids=torch.zeros_like(longer)).logits, got)
     torch.testing.assert_close(model(longer, position_ids=torch.arange(72)[None]).logits, got)
     with pytest.raises(ValueError, match="25 tokens reach past the horizon of 24; use shorter texts"):
-        toy_model(hf.CosformerForMaskedLM, **free)(token_ids(length=25))
+        toy_model(hf.CosformerForMaskedLM, mixer="cosformer-cosine", **free)(token_ids(length=25))
     assert toy_model(hf.CosformerForMaskedLM, mixer="elu", **free)(longer).logits.shape[1] == 72

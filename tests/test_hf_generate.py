@@ -38,7 +38,8 @@ def tokenizer():
 def directory(tmp_path_factory, tokenizer):
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    hf.CosformerForCausalLM(hf.CosformerConfig(vocab_size=len(tokenizer), **SIZES)).save_pretrained(path)
+    config = hf.CosformerConfig(vocab_size=len(tokenizer), mixer="cosformer-cosine", **SIZES)
+    hf.CosformerForCausalLM(config).save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
 
@@ -165,10 +166,10 @@ def test_what_the_horizon_leaves_no_room_for_is_refused_before_decoding(director
 @pytest.mark.parametrize(
     ("config", "left"),
     [
-        (hf.CosformerConfig(**SIZES), 56),
+        (hf.CosformerConfig(**SIZES), math.inf),
+        (hf.CosformerConfig(**SIZES, mixer="cosformer-cosine"), 56),
         (hf.CosformerConfig(**SIZES, horizon=20), 12),
-        (hf.CosformerConfig(**SIZES, horizon=math.inf), math.inf),
-        (hf.CosformerConfig(**SIZES, horizon=math.inf, positions="learned"), 55),
+        (hf.CosformerConfig(**SIZES, positions="learned"), 55),
         (hf.CosformerConfig(**SIZES, mixer="softmax+rope"), math.inf),
         (hf.CosformerConfig(**SIZES, mixer="elu"), 55),
         (hf.CosformerSeq2SeqConfig(max_position_embeddings=64), 64),

@@ -1,7 +1,5 @@
 """Generation from what mixers keep: however tokens are fed, moved or taken back, the text is the same."""
 
-import math
-
 import pytest
 import torch
 
@@ -23,9 +21,9 @@ PLAIN = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "forced_eo
 MIXED = ["linear_attention", "full_attention", "linear_attention"]
 KINDS = {
     "gated": {},
-    "ladder": {"decay": "ladder"},
-    "paper": {"decay": None},
-    "no cosine": {"horizon": math.inf},
+    "ladder": {"mixer": "cosformer-ladder"},
+    "paper": {"mixer": "cosformer-paper"},
+    "cosine": {"mixer": "cosformer-cosine"},
     "hybrid": {"layer_types": MIXED},
 }
 FEW = ("gated", "paper", "hybrid")
@@ -193,12 +191,10 @@ def test_cache_bytes_do_not_grow():
         sizes.add(cache.nbytes)
         assert cache.get_seq_length() == length
     heads, size = 4, 16
-    state, kept = (
-        3 * heads * 2 * size * (size + 1) * 4,
-        3 * 3 * (64 + 2 * 32) * 4,
-    )  # and 3 tokens of q, k, v a layer
+    state = 3 * heads * size * (size + 1) * 4
+    kept = 3 * 3 * (64 + 2 * 32) * 4  # 3 tokens of q, k, v a layer
     assert sizes == {state + kept}
-    assert decoder("no cosine")(prompt(), use_cache=True).past_key_values.nbytes == state // 2 + kept
+    assert decoder("cosine")(prompt(), use_cache=True).past_key_values.nbytes == 2 * state + kept
 
 
 def test_a_generated_cache_can_be_continued():
@@ -238,7 +234,7 @@ def test_cache_rows_follow_the_batch():
 
 
 def test_errors_name_the_cause():
-    model = decoder(max_position_embeddings=24)
+    model = decoder("cosine", max_position_embeddings=24)
     assert (
         text(model, prompt(), max_new_tokens=6).shape[1] == 26
     )  # 25 tokens were fed, the first and last 24 apart
@@ -259,15 +255,15 @@ def test_errors_name_the_cause():
 
 
 def test_no_limit_without_the_cosine():
-    assert text(decoder("no cosine", max_position_embeddings=24), prompt(), max_new_tokens=40).shape[1] == 60
+    assert text(decoder(max_position_embeddings=24), prompt(), max_new_tokens=40).shape[1] == 60
 
 
 # The encoder-decoder.
 
 SEQ2SEQ = {
     "linear": {},
-    "hybrid": {"layer_types": MIXED, "encoder_layer_types": MIXED[:2]},
-    "paper": {"decay": None},
+    "hybrid": {"layer_types": MIXED, "encoder_mixer": "cosformer, softmax"},
+    "paper": {"mixer": "cosformer-paper", "cross_mixer": "cosformer-paper"},
 }
 
 

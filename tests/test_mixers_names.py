@@ -9,7 +9,7 @@ SIZES = {"heads": 2, "head_dim": 4, "max_length": 8}
 
 
 def test_unknown_names_and_options_are_refused_with_what_is_accepted():
-    with pytest.raises(ValueError, match=r"unknown mixer 'sofmax'; one of bigbird, cosformer, cosformer-lad"):
+    with pytest.raises(ValueError, match=r"unknown mixer 'sofmax'; one of bigbird, cosformer, cosformer-cos"):
         mixers.build("sofmax", **SIZES)
     with pytest.raises(ValueError, match=r"'performer' has no option 'feature'; it accepts features, seed"):
         mixers.build("performer", feature=3, **SIZES)

@@ -117,6 +117,8 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
         if self.config.positions == "learned":
             before = 0 if past_key_values is None else past_key_values.get_seq_length()
             before = before if shard is None else shard.offset
+            if position_ids is None and attention_mask is not None and shard is None:
+                position_ids = unpadded(attention_mask, embedded.shape[1], before)
             embedded = embedded + self.position_vectors(embedded, position_ids, before)
         return super().forward(
             past_key_values=past_key_values,
@@ -142,3 +144,12 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
             length = 0  # the embedding's own check must do
         check_learned_positions("the text", length, most, cached=seen)
         return self.embed_positions(position_ids)
+
+
+def unpadded(mask: Tensor, length: int, seen: int) -> Tensor:
+    """The positions of the last `length` tokens of rows that may be padded: each counts from its first token.
+
+    A mask of the new tokens alone stands behind `seen` others, none of them padding.
+    """
+    before = seen if mask.shape[1] < seen + length else 0
+    return (before + mask.long().cumsum(1) - 1).clamp_min(0)[:, -length:]
