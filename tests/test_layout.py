@@ -44,7 +44,7 @@ ORDER = {
         "operator _native _torch triton.run",
         "trust",  # compares with torch
         "_triton",
-        "convolution norm",
+        "convolution norm plan",
         "state",
         "linear parallel",
         "cosformer",
