@@ -29,7 +29,8 @@ _GRADS = struct.Struct("=36q2q")  # struct cosformer_grads
 _CONVOLUTION = struct.Struct("=8q12q2q")  # struct cosformer_convolution_call
 _NORM = struct.Struct("=3qdq24qq")  # struct cosformer_norm_call
 _ABSENT = (0,) * 6  # a tensor that is not there
-_STRUCTS = (_CALL, _PLACES, _GRADS, _CONVOLUTION, _NORM)
+BLOCK = struct.Struct("=7q4d4q27q3q2q")  # struct cosformer_block
+_STRUCTS = (_CALL, _PLACES, _GRADS, _CONVOLUTION, _NORM, BLOCK)
 _ABI = reduce(lambda abi, struct: 1000 * abi + struct.size, _STRUCTS, 0)
 _LARGE = 1 << 25  # bytes: smaller memory malloc gives out again, pages and all; this comes fresh every time
 _CPU = torch.device("cpu")
@@ -67,6 +68,14 @@ class _Kernel:
         self.backward = library.cosformer_backward
         self.convolution = library.cosformer_convolution
         self.norm = library.cosformer_norm
+        self.step = library.cosformer_step
+        self.step.argtypes = [
+            ctypes.c_char_p,
+            ctypes.c_char_p,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            *[ctypes.c_int64] * 4,
+        ]
         self.expect = library.cosformer_expect
         self.expect.argtypes, self.expect.restype = [ctypes.c_void_p, ctypes.c_int64], None
         for function in (self.supports, self.forward, self.convolution, self.norm):
@@ -328,6 +337,17 @@ def _norm(x, weight, eps, y, dy, dx, parts) -> bytes:
     dweight = 0 if parts is None else parts.data_ptr()
     sizes = (*x.shape, torch.get_num_threads(), eps, weight.data_ptr())
     return _NORM.pack(*sizes, *(number for t in tensors for number in t), dweight)
+
+
+# One token through whole blocks (ops/step.py)
+
+
+def step(blocks: bytes, kept: bytes, count: int, x: Tensor, position: int) -> None:
+    """x (B, C) and what the blocks keep, in place."""
+    failed = _kernel().step(blocks, kept, count, x.data_ptr(), *x.shape, position, torch.get_num_threads())
+    if failed == 2:
+        raise ValueError("decay rates must be finite and 0 or more; a gate of this model gives others")
+    _check(failed)
 
 
 BACKEND = Backend(

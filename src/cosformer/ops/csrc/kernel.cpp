@@ -315,7 +315,7 @@ EXPORT int cosformer_forward_at(const cosformer_call *call, const cosformer_plac
 EXPORT int cosformer_backward(const cosformer_call *call, const cosformer_grads *grads) { return run(*call, grads); }
 EXPORT int64_t cosformer_abi(void) {
     int64_t abi = 0;
-    for (int64_t size : {sizeof(cosformer_call), sizeof(cosformer_places), sizeof(cosformer_grads), sizeof(cosformer_convolution_call), sizeof(cosformer_norm_call)})
+    for (int64_t size : {sizeof(cosformer_call), sizeof(cosformer_places), sizeof(cosformer_grads), sizeof(cosformer_convolution_call), sizeof(cosformer_norm_call), sizeof(cosformer_block)})
         abi = 1000 * abi + size;
     return abi;
 }
