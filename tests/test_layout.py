@@ -44,7 +44,7 @@ ORDER = {
         "operator _native _torch triton.run",
         "trust",  # compares with torch
         "_triton",
-        "convolution norm",
+        "convolution norm plan step",
         "state",
         "linear parallel",
         "cosformer",
@@ -52,7 +52,7 @@ ORDER = {
     "mixers": ["blocks keys positions", "contract", "kernel lowrank lsh polynomial random softmax sparse"],
     "hf": [
         "cache interface loss packing parallel pooling sizes",
-        "attach configuration pretrained",
+        "attach configuration pretrained step",
         "seq2seq stack",
         "decoder encoder",
     ],

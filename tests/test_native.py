@@ -1,5 +1,6 @@
 """The native backend beyond the operator's tests: threads, processes, instruction sets, sanitizers."""
 
+import math
 import multiprocessing
 import os
 import shutil
@@ -36,6 +37,21 @@ def test_threads(threads, n, heads, causal, decay):
     threads(n)
     q, k, v = inputs(B=1, H=heads, Hk=heads, L=1500, S=1500, D=12, E=9)
     judge(on("native"), q, k, v, causal=causal, decay=rates(decay, 1, heads, 1500), horizon=2000)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_long_sums_keep_their_digits(threads, causal):
+    """A million keys of one sign: each is small beside the state that it enters."""
+    threads(1)
+    length, last = 1_000_000, 100
+    q, k, v = (torch.rand(1, 1, length, 4) + 0.1 for _ in range(3))
+    out = cosformer_attention(q, k, v, horizon=math.inf, causal=causal, backend="native")[0, 0, -last:]
+    q, k, v = (x[0, 0].double() for x in (q, k, v))
+    values = torch.nn.functional.pad(v, (0, 1), value=1.0)
+    near = (q[-last:] @ k[-last:].T).tril(0 if causal else last)
+    sums = q[-last:] @ (k[:-last].T @ values[:-last]) + near @ values[-last:]
+    exact = sums[:, :-1] / sums[:, -1:]
+    assert ((out - exact).abs() / exact).max() < 1e-6
 
 
 def test_concurrent_calls(threads):

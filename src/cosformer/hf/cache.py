@@ -12,6 +12,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, Encod
 
 from ..layer import Interior, LayerState
 from ..mixers import Mixer
+from ..ops.state import State
 
 
 class KeptLayer(CacheLayerMixin):
@@ -101,6 +102,24 @@ class StreamLayer(KeptLayer):
         self.origin: LayerState | None = None  # the state at the last crop ...
         self.since: list[Tokens] = []  # ... and what was read after it
         self.replay = False
+        self.owned: LayerState | None = None  # what is kept, if nobody else has its tensors
+
+    def own(self) -> LayerState | None:
+        """What is kept, in contiguous tensors that may be changed in place, by one who then calls `advance`;
+        None where a way back must be kept."""
+        if self.record_past or self.replay or self.kept is None:
+            return None
+        if self.kept is not self.owned:
+            self.kept = self.owned = mapped(
+                self.kept, lambda t: t.clone(memory_format=torch.contiguous_format)
+            )
+        return self.owned
+
+    def advance(self) -> None:
+        """One more token is in what is kept, which was changed in place."""
+        state = self.kept.mixer
+        following = State(state.tensor, state.position + 1, state.horizons)
+        self.kept = self.owned = LayerState(following, self.kept.last)
 
     def stream(
         self, interior: Interior, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None
@@ -165,7 +184,7 @@ class StreamLayer(KeptLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.origin, self.since, self.replay = None, [], False
+        self.origin, self.since, self.replay, self.owned = None, [], False, None
 
 
 class SourceLayer(KeptLayer):

@@ -8,6 +8,7 @@ and on what each block adds.
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaModel, LlamaRMSNorm
 
 from ..ops.norm import rms_norm
@@ -23,6 +24,7 @@ from .pretrained import (
     interior,
     refuse_weights,
 )
+from .step import next_token
 
 
 class CosformerSelfAttention(LlamaAttention):
@@ -120,6 +122,10 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
             if position_ids is None and attention_mask is not None and shard is None:
                 position_ids = unpadded(attention_mask, embedded.shape[1], before)
             embedded = embedded + self.position_vectors(embedded, position_ids, before)
+        if past_key_values is not None and embedded.shape[1] == 1 and not self._asks_for_more(kwargs):
+            hidden = next_token(self, embedded, past_key_values, attention_mask)
+            if hidden is not None:
+                return BaseModelOutputWithPast(self.norm(hidden), past_key_values)
         return super().forward(
             past_key_values=past_key_values,
             inputs_embeds=self.dropout(embedded),
@@ -128,6 +134,12 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
             cu_seqlens=boundaries,
             shard=shard,
             **kwargs,
+        )
+
+    def _asks_for_more(self, kwargs: dict) -> bool:
+        """Whether a call wants anything but the last hidden state."""
+        return self.config.output_hidden_states or any(
+            v is not None and v is not False for v in kwargs.values()
         )
 
     def new_norm(self) -> CosformerRMSNorm:

@@ -17,17 +17,21 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from .call import Backend, Call, Grads, Inputs, Outputs, Upstream, dense, projected, theta
+from .call import Backend, Call, Grads, Inputs, Outputs, Run, Upstream, dense, projected, theta
+from .checks import check_rates
 
 ISAS = ("avx512", "avx2", "neon", "baseline")  # best first
 
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CALL = struct.Struct("=13qd6q5q24qq12q")  # struct cosformer_call
+_PLACES = struct.Struct("=9q2q")  # struct cosformer_places
 _GRADS = struct.Struct("=36q2q")  # struct cosformer_grads
 _CONVOLUTION = struct.Struct("=8q12q2q")  # struct cosformer_convolution_call
 _NORM = struct.Struct("=3qdq24qq")  # struct cosformer_norm_call
 _ABSENT = (0,) * 6  # a tensor that is not there
-_ABI = reduce(lambda abi, struct: 1000 * abi + struct.size, (_CALL, _GRADS, _CONVOLUTION, _NORM), 0)
+BLOCK = struct.Struct("=7q4d4q27q3q2q")  # struct cosformer_block
+_STRUCTS = (_CALL, _PLACES, _GRADS, _CONVOLUTION, _NORM, BLOCK)
+_ABI = reduce(lambda abi, struct: 1000 * abi + struct.size, _STRUCTS, 0)
 _LARGE = 1 << 25  # bytes: smaller memory malloc gives out again, pages and all; this comes fresh every time
 _CPU = torch.device("cpu")
 
@@ -60,14 +64,24 @@ class _Kernel:
             )
         self.supports = library.cosformer_cpu_supports
         self.forward = library.cosformer_forward
+        self.forward_at = library.cosformer_forward_at
         self.backward = library.cosformer_backward
         self.convolution = library.cosformer_convolution
         self.norm = library.cosformer_norm
+        self.step = library.cosformer_step
+        self.step.argtypes = [
+            ctypes.c_char_p,
+            ctypes.c_char_p,
+            ctypes.c_int64,
+            ctypes.c_void_p,
+            *[ctypes.c_int64] * 4,
+        ]
         self.expect = library.cosformer_expect
         self.expect.argtypes, self.expect.restype = [ctypes.c_void_p, ctypes.c_int64], None
         for function in (self.supports, self.forward, self.convolution, self.norm):
             function.argtypes = [ctypes.c_char_p]
-        self.backward.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+        for function in (self.forward_at, self.backward):
+            function.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
 
 
 def usable() -> list[str]:
@@ -179,21 +193,61 @@ def _packed(x: Inputs, y: Outputs, call: Call, angles: Tensor | None) -> bytes:
     )  # fmt: skip
 
 
-def _check(failed: int) -> None:
-    if failed:
+def _check(failed: int, rates: Tensor | None = None) -> None:
+    if failed == 1:
         raise MemoryError("the native kernel could not allocate its scratch memory")
+    if failed:  # the kernel has seen a rate that it cannot take
+        check_rates(rates)
+
+
+def _is_added_to(x: Inputs, call: Call) -> bool:
+    """Whether the output must be summed apart: a second sweep adds to it, and half precision would round."""
+    return call.two_sided(x) and x.q.dtype != torch.float32
 
 
 def forward(x: Inputs, call: Call) -> Outputs:
     y, x, angles = Outputs.empty(x, call), _in_memory(x), _angles(x, call)
     _fresh(y.out)
-    if not call.two_sided(x) or y.out.dtype == torch.float32:
-        _check(_kernel().forward(_packed(x, y, call, angles)))
+    if not _is_added_to(x, call):
+        _check(_kernel().forward(_packed(x, y, call, angles)), x.decay)
         return y
-    added_to = y._replace(out=_fresh(torch.empty_like(y.out, dtype=torch.float32)))  # by the second sweep
-    _check(_kernel().forward(_packed(x, added_to, call, angles)))
-    y.out.copy_(added_to.out)
+    summed = y._replace(out=_fresh(torch.empty_like(y.out, dtype=torch.float32)))
+    _check(_kernel().forward(_packed(x, summed, call, angles)), x.decay)
+    y.out.copy_(summed.out)
     return y
+
+
+def plan(x: Inputs, call: Call, graph: bool) -> Run | None:
+    """`forward`, packed once for all tensors like these: each time only their addresses are filled in."""
+    as_it_is = all(a is b for a, b in zip(x, _in_memory(x), strict=True))
+    if not as_it_is or x.cu_seqlens is not None or _is_added_to(x, call):
+        return None
+    y, angles, kernel = Outputs.empty(x, call), _angles(x, call), _kernel().forward_at
+    packed, large = _packed(x, y, call, angles), y.out.nbytes >= _LARGE
+    shape, strides = y.out.shape, y.out.stride()
+    norm_shape = y.norm.shape if graph or call.two_sided(x) else None
+    state_shape = y.after.shape if y.after is not None and (graph or call.keep_state) else None
+
+    def run(q, k, v, decay, mask, state, position, held=angles):
+        out = q.new_empty_strided(shape, strides)
+        norm = None if norm_shape is None else q.new_empty(norm_shape, dtype=torch.float32)
+        after = None if state_shape is None else q.new_empty(state_shape, dtype=torch.float32)
+        if large:
+            _fresh(out)
+        places = _PLACES.pack(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
+            0 if norm is None else norm.data_ptr(),
+            0 if decay is None else decay.data_ptr(),
+            0 if mask is None else mask.data_ptr(),
+            0 if state is None else state.data_ptr(),
+            0 if after is None else after.data_ptr(),
+            position, torch.get_num_threads(),
+        )  # fmt: skip
+        if failed := kernel(packed, places):
+            _check(failed, decay)
+        return out, norm, after
+
+    return run
 
 
 def backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> Grads:
@@ -285,4 +339,25 @@ def _norm(x, weight, eps, y, dy, dx, parts) -> bytes:
     return _NORM.pack(*sizes, *(number for t in tensors for number in t), dweight)
 
 
-BACKEND = Backend(forward, backward, ("cpu",), tuple(_DTYPES), range(1, 257), problem, info)
+# One token through whole blocks (ops/step.py)
+
+
+def step(blocks: bytes, kept: bytes, count: int, x: Tensor, position: int) -> None:
+    """x (B, C) and what the blocks keep, in place."""
+    failed = _kernel().step(blocks, kept, count, x.data_ptr(), *x.shape, position, torch.get_num_threads())
+    if failed == 2:
+        raise ValueError("decay rates must be finite and 0 or more; a gate of this model gives others")
+    _check(failed)
+
+
+BACKEND = Backend(
+    forward,
+    backward,
+    ("cpu",),
+    tuple(_DTYPES),
+    range(1, 257),
+    plan=plan,
+    checks_rates=True,
+    problem=problem,
+    info=info,
+)

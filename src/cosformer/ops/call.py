@@ -107,6 +107,11 @@ class Grads(NamedTuple):
         return cls(q, k, v, decay, state)
 
 
+# A forward made ready for all tensors like those of a call: q, k, v, decay, key_mask, state, position -> the
+# fields of Outputs; None for a normaliser or, without a graph, a state that nobody asks for.
+Run = Callable[..., tuple]
+
+
 @dataclass(frozen=True)
 class Backend:
     """An implementation of the operator: two functions, and what they can run; None stands for anything.
@@ -119,6 +124,8 @@ class Backend:
     devices: tuple[str, ...] | None = None
     dtypes: tuple[torch.dtype, ...] = DTYPES
     sizes: range | None = None  # of keys and of values
+    plan: Callable[[Inputs, Call, bool], "Run | None"] = lambda x, call, graph: None  # a forward made ready
+    checks_rates: bool = False  # it refuses bad rates by itself, while it reads them
     problem: Callable[[], str | None] = lambda: None  # why it cannot run on this machine, if so
     info: Callable[[], dict[str, object]] = dict  # what it has to say of itself
 

@@ -199,14 +199,18 @@ def readable(x: Tensor) -> bool:
     return x.is_cpu
 
 
-def check_values(x: Inputs, call: Call) -> None:
-    """The checks that need values, of what can be read."""
-    if x.decay is not None and x.decay.numel() and readable(x.decay):
-        least, most = (bound.item() for bound in x.decay.aminmax())
+def check_rates(decay: Tensor | None) -> None:
+    """The values of rates, where they can be read."""
+    if decay is not None and decay.numel() and readable(decay):
+        least, most = (bound.item() for bound in decay.aminmax())
         if not (0 <= least and most < math.inf):  # nor if one is NaN, which both then are
             raise ValueError(
                 f"decay rates must be finite and 0 or more; those given reach from {least:g} to {most:g}"
             )
+
+
+def check_boundaries(x: Inputs, call: Call) -> None:
+    """The values of the boundaries of packed sequences, which are always on the CPU."""
     if x.cu_seqlens is not None:
         cu, length = x.cu_seqlens.tolist(), x.q.shape[2]
         lengths = [b - a for a, b in zip(cu[:-1], cu[1:], strict=True)]

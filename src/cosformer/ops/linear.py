@@ -27,6 +27,7 @@ from .checks import (
 )
 from .fades import fades, grouped
 from .operator import attend, autocast, check_backend
+from .plan import find, keep
 from .state import State, advance
 
 
@@ -52,6 +53,10 @@ def linear_attention(
     k first; `signed` is for features that can be negative, where the normaliser keeps its sign and only its
     size is held above eps.
     """
+    options = (horizon, relu, signed, causal, q_offset, eps, backend)
+    key, plan = (None, None) if cu_seqlens is not None else find(q, k, v, decay, key_mask, None, *options)
+    if plan is not None:
+        return plan(q, k, v, decay, key_mask)[0]
     q, k, v = _checked(q, k, v, key_mask)
     check_offset(q_offset)
     call = Call(
@@ -70,7 +75,10 @@ def linear_attention(
     elif L > 0 and S > 0:
         check_reach(call.horizons, q_offset + L - 1, 0 if causal else S - 1 - q_offset)
     rates = None if decay is None else rates_of(decay, q, k, self_attention=L == S and q_offset == 0)
-    return attend(Inputs(q, k, v, rates, key_mask, cu_seqlens), call).out
+    x = Inputs(q, k, v, rates, key_mask, cu_seqlens)
+    out = attend(x, call).out
+    keep(key, x, call, decay)
+    return out
 
 
 def linear_stream(
@@ -88,13 +96,22 @@ def linear_stream(
     backend: str | None = None,
 ) -> tuple[Tensor, State]:
     """Causal `linear_attention` over the next tokens of a stream: their output, and the state after them."""
+    if state is not None and not isinstance(state, State):
+        raise TypeError(f"state must be a State, as the stream returned it, or None; got {shown(state)}")
+    position, tensor, made = (
+        (0, None, None) if state is None else (state.position, state.tensor, state.horizons)
+    )
+    key, plan = None, None
+    if state is None or (state.origin is None and not state.start):  # else more than the sums is taken along
+        options = (horizon, relu, signed, "stream", made, eps, backend)
+        key, plan = find(q, k, v, decay, key_mask, tensor, *options)
+    if plan is not None and position <= plan.last:
+        out, after = plan(q, k, v, decay, key_mask, tensor, position)
+        return out, State(after, position + q.shape[2], plan.call.horizons)
     q, k, v = _checked(q, k, v, key_mask)
     L, S = q.shape[2], k.shape[2]
     if L != S:
         raise ValueError(f"q has length {L} and k has {S}; a stream takes as many queries as keys")
-    if state is not None and not isinstance(state, State):
-        raise TypeError(f"state must be a State, as the stream returned it, or None; got {shown(state)}")
-    position, tensor = (0, None) if state is None else (state.position, state.tensor)
     call = Call(
         tuple(horizon_list(horizon, q.shape[1])),
         causal=True,
@@ -112,7 +129,10 @@ def linear_stream(
         remedy = "pass" if state is None else "start the stream again with"
         check_reach(call.horizons, position + L - 1, remedy=remedy)
     rates = None if decay is None else rates_of(decay, q, k, self_attention=True)
-    return advance(state, Inputs(q, k, v, rates, key_mask, state=tensor), call)
+    x = Inputs(q, k, v, rates, key_mask, state=tensor)
+    advanced = advance(state, x, call)
+    keep(key, x, call, decay)
+    return advanced
 
 
 def linear_state(

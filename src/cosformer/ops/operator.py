@@ -13,7 +13,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .call import DTYPES, Backend, Call, Grads, Inputs, Outputs, Upstream
-from .checks import check_values
+from .checks import check_boundaries, check_rates
 
 BACKENDS = ("native", "triton", "torch")  # best first
 
@@ -80,10 +80,12 @@ def _full_precision(q: Tensor) -> AbstractContextManager:
 
 
 def _forward(x: Inputs, call: Call) -> Outputs:
-    check_values(x, call)
-    run = choose(call.backend, x.q, x.v).forward
+    check_boundaries(x, call)
+    backend = choose(call.backend, x.q, x.v)
+    if not backend.checks_rates:
+        check_rates(x.decay)
     with _full_precision(x.q):
-        return run(x, call)
+        return backend.forward(x, call)
 
 
 def _backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> Grads:
@@ -166,13 +168,20 @@ def _save(ctx, inputs, output):
 
 def _differentiate(ctx, dout, dnorm, dafter):
     x, y = _gathered(ctx.saved_tensors, Inputs, Outputs)
+    grads = gradients(dout, dafter, x, y, ctx.call)
+    inputs = Inputs(grads.q, grads.k, grads.v, decay=grads.decay, state=grads.state)
+    return *inputs, *(None for _ in Call._fields)
+
+
+def gradients(dout: Tensor | None, dafter: Tensor | None, x: Inputs, y: Outputs, call: Call) -> Grads:
+    """Of a call's inputs, None where the input is, from those of its results, None where one was not used."""
     if dout is None:  # only the state was used further on
         dout = torch.zeros_like(y.out)
     # a state that was not wanted is the backward's own, or empty
-    upstream = Upstream(dout, dafter if ctx.call.keep_state else None)
-    grads = attend_backward(upstream, x, y, ctx.call)
+    upstream = Upstream(dout, dafter if call.keep_state else None)
+    grads = attend_backward(upstream, x, y, call)
     decay, state = None if x.decay is None else grads.decay, None if x.state is None else grads.state
-    return *Inputs(grads.q, grads.k, grads.v, decay=decay, state=state), *(None for _ in Call._fields)
+    return grads._replace(decay=decay, state=state)
 
 
 def _no_second_derivative(ctx, *grads):

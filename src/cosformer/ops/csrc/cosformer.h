@@ -80,10 +80,17 @@ typedef struct {
     int64_t decay_stride[3];
     cosformer_tensor q, k, v;
     cosformer_tensor out;          /* (B,H,L,E); float32 for a bidirectional call with decay (it is added to) */
-    float *norm;                   /* (B,H,L) contiguous: z before the clamp */
+    float *norm;                   /* (B,H,L) contiguous: z before the clamp; NULL where one sweep does and nobody asks for it */
     cosformer_tensor state_in;     /* (B,H,F,E+1) float32, last stride 1; the state before the first key */
     cosformer_tensor state_out;    /* same; after the last key (causal) or with all keys (bidirectional without decay) */
 } cosformer_call;
+
+/* What changes from call to call of the same shapes, strides, dtypes and options: the addresses of the tensors, NULL for one that is
+ * missing, and a few numbers.  It stands for the fields of cosformer_call with the same names. */
+typedef struct {
+    void *q, *k, *v, *out, *norm, *decay, *mask, *state_in, *state_out;  /* state_out may be state_in, for a stream's next token */
+    int64_t position, threads;
+} cosformer_places;
 
 /* dq, dk, dv have one head per QUERY head (the caller sums groups).  dq must be float32 when causal or with decay,
  * dk and dv when bidirectional with decay: two sweeps add into them. */
@@ -120,8 +127,39 @@ typedef struct {
 
 int cosformer_norm(const cosformer_norm_call *call);
 
-/* Both return 0, or 1 when memory ran out. */
+/* One token a row through whole blocks of a decoder, in float32: with n the RMS norm of x,
+ *
+ *     x += o(mixed(conv(q n), conv(k n), v n))        mixed: q and k normed, the stream's next token as above, times the output gate
+ *     x += down(silu(gate n) * up n)
+ *
+ * What a block does not have is NULL, or 0 rows. */
+typedef struct {
+    const float *weight, *bias;    /* (rows, columns), (rows,) */
+    int64_t rows;
+} cosformer_linear;
+
+typedef struct {
+    int64_t heads, kv_heads, size, hidden, conv_width, relu, signed_norm;
+    double eps, norm_eps, qk_norm_eps, largest_exponent;
+    const float *norm, *mlp_norm, *q_norm, *k_norm;
+    cosformer_linear q, k, v, o, gate, up, down, rate_gate, output_gate;
+    const float *conv[3];          /* of q, k, v: (channels, width), the newest token first */
+    const float *rates;            /* (heads,), times exp(min(rate_gate n, largest_exponent)) where that gate is */
+    const double *theta;           /* (heads,) or NULL: no cosine */
+} cosformer_block;
+
+/* What a block keeps of a stream; all of it is changed in place. */
+typedef struct {
+    float *state;                  /* (B, heads, F, size + 1) contiguous */
+    float *last[3];                /* q, k, v before the convolution: (B, width - 1, channels) contiguous, the newest token last */
+} cosformer_kept;
+
+int cosformer_step(const cosformer_block *blocks, const cosformer_kept *kept, int64_t count, float *x /* (B, C) */, int64_t B, int64_t C,
+                   int64_t position, int64_t threads);
+
+/* These return 0, 1 when memory ran out, or 2 when a decay rate is negative, infinite or NaN; then the output means nothing. */
 int cosformer_forward(const cosformer_call *call);
+int cosformer_forward_at(const cosformer_call *call, const cosformer_places *places);
 int cosformer_backward(const cosformer_call *call, const cosformer_grads *grads);
 
 /* All of this fresh memory is about to be written: the system may hand it out in huge pages. */

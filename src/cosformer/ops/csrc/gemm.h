@@ -34,12 +34,14 @@ inline float sum(vec x) {
 // How the left operand lies in memory: element (r, t) at a[r * lda + t], or transposed at a[t * lda + r].
 enum Layout { Plain, Transposed };
 
-// c (R x COLS) = alpha * c + a (R x steps) * b (steps x COLS).  alpha == 0 means that c holds nothing yet.
+// c (R x COLS) = alpha * c + a (R x steps) * b (steps x COLS).  alpha == 0 means that c holds nothing yet.  The product is summed apart
+// and then added, for c may be large beside it.  With `lost`, of c's shape, that sum is compensated: what rounding takes from c is kept
+// there and enters the next sum, so that however many they are they lose no digits.
 template <int R, Layout A>
-inline void tile(int64_t steps, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc, float alpha) {
+inline void tile(int64_t steps, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc, float alpha, float *lost) {
     vec acc[R][VECS];
     for (int r = 0; r < R; r++)
-        for (int n = 0; n < VECS; n++) acc[r][n] = alpha == 0 ? vec{} : alpha * load(c + r * ldc + n * W);
+        for (int n = 0; n < VECS; n++) acc[r][n] = lost && alpha != 0 ? alpha * load(lost + r * ldc + n * W) : vec{};
     for (int64_t t = 0; t < steps; t++) {
         vec bt[VECS];
         for (int n = 0; n < VECS; n++) bt[n] = load(b + t * ldb + n * W);
@@ -49,7 +51,12 @@ inline void tile(int64_t steps, const float *a, int64_t lda, const float *b, int
         }
     }
     for (int r = 0; r < R; r++)
-        for (int n = 0; n < VECS; n++) store(c + r * ldc + n * W, acc[r][n]);
+        for (int n = 0; n < VECS; n++) {
+            float *to = c + r * ldc + n * W;
+            vec before = alpha == 0 ? vec{} : alpha * load(to), sum = before + acc[r][n];
+            if (lost) store(lost + r * ldc + n * W, before - sum + acc[r][n]);
+            store(to, sum);
+        }
 }
 
 template <int R, Layout A, class... Args>
@@ -63,13 +70,14 @@ inline void tile_of(int rows, Args... args) {  // tile<rows>, for a number of ro
 // between() is called before every tile.
 template <Layout A, class Between>
 void gemm(int64_t m, int64_t n, int64_t steps, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc, float alpha,
-          Between &between) {
+          Between &between, float *lost = nullptr) {
     for (int64_t j = 0; j < n; j += COLS) {
         for (int64_t i = 0; i < m;) {
             // A tile of a few rows waits for its own additions, so the last two tiles share what is left.
             int64_t left = m - i, rows = left >= ROWS + 4 ? ROWS : left > ROWS ? (left + 1) / 2 : left;
             between();
-            tile_of<ROWS, A>(static_cast<int>(rows), steps, a + (A == Plain ? i * lda : i), lda, b + j, ldb, c + i * ldc + j, ldc, alpha);
+            tile_of<ROWS, A>(static_cast<int>(rows), steps, a + (A == Plain ? i * lda : i), lda, b + j, ldb, c + i * ldc + j, ldc, alpha,
+                             lost ? lost + i * ldc + j : nullptr);
             i += rows;
         }
     }

@@ -1,8 +1,9 @@
 // The modes of attention as loops over chunks, and how they are shared among threads.
-#include <type_traits>
+#include <atomic>
 #include <vector>
 
 #include "cosformer.h"
+#include "decode.h"
 #include "host.h"
 #include "parallel.h"
 #include "worker.h"
@@ -139,12 +140,13 @@ class Task {
     // Carries for spans of the sequence that run side by side: like the given one, but an empty state becomes an own one.
     std::vector<Carry> spans(int64_t n, const Carry &like, std::vector<float> &memory) const {
         int64_t size = worker_.state_size();
-        memory.resize(n * 2 * size);
+        memory.resize(n * 4 * size);
         std::vector<Carry> carries(n, like);
-        for (int64_t i = 0; i < n; i++) {
-            if (like.s.at && like.s.empty) carries[i].s.at = &memory[2 * i * size];
-            if (like.t.at && like.t.empty) carries[i].t.at = &memory[(2 * i + 1) * size];
-        }
+        float *free = memory.data();
+        auto own = [&](State &state) {
+            if (state.at && state.empty) state.at = free, state.lost = state.lost ? free + size : nullptr, free += 2 * size;
+        };
+        for (Carry &carry : carries) own(carry.s), own(carry.t);
         return carries;
     }
 
@@ -155,6 +157,7 @@ class Task {
             float before = running.empty ? 0 : running.at[i];
             running.at[i] = static_cast<float>(decay) * before + (span.empty ? 0 : span.at[i]);
             span.at[i] = before;
+            if (running.lost) running.lost[i] = span.lost[i] = 0;
         }
         std::swap(running.empty, span.empty);
         running.empty = running.empty && span.empty;
@@ -253,7 +256,7 @@ Sequence sequence_of(const cosformer_call &call, const cosformer_grads *grads, i
     if (call.mask) s.mask = call.mask + b * call.mask_stride[0] + begin * s.mask_step;
     s.q = Rows(call.q, b, h, begin), s.k = Rows(call.k, b, kv, begin), s.v = Rows(call.v, b, kv, begin);
     s.out = Rows(call.out, b, h, begin);
-    s.norm = call.norm + head * call.L + begin;
+    s.norm = call.norm ? call.norm + head * call.L + begin : nullptr;
     s.state_in = Rows(call.state_in, b, h), s.state_out = Rows(call.state_out, b, h);
     if (!grads) return s;
 
@@ -265,49 +268,6 @@ Sequence sequence_of(const cosformer_call &call, const cosformer_grads *grads, i
         s.ddecay = grads->ddecay + (call.decay_per_position ? head * call.S + begin : head * std::max<int64_t>(call.sequences, 1) + n);
     }
     return s;
-}
-
-// One token with a state: read, updated and written in one pass.
-void decode(const Sequence &s) {
-    constexpr int most = 256;  // the largest D and E
-    float q[most], k[most], y[most + 1], sums[most + 1] = {};
-    float phi_q[2 * most], phi_k[2 * most];
-    const float least = s.relu ? 0 : -INFINITY;
-    s.q.get(0, q, s.D, least);
-    if (s.seen(0)) s.k.get(0, k, s.D, least), s.v.get(0, y, s.E);
-    else std::fill_n(k, s.D, 0.f), std::fill_n(y, s.E, 0.f);
-    y[s.E] = 1;
-
-    const double angle = s.theta * static_cast<double>(s.position);
-    const float turn[2] = {static_cast<float>(std::cos(angle)), static_cast<float>(std::sin(angle))};
-    const float decay = s.rate ? static_cast<float>(std::exp(-static_cast<double>(*s.rate))) : 1;
-    for (int64_t f = 0, p = 0; p < s.parts; p++)
-        for (int64_t d = 0; d < s.D; d++, f++) phi_k[f] = turn[p] * k[d], phi_q[f] = turn[p] * q[d];
-
-    auto rows = [&](auto count, int64_t f) {  // several rows of the state at once: the sums are fetched and stored only once for them
-        const float *from = reinterpret_cast<const float *>(s.state_in.data) + f * s.state_in.row;
-        float *to = reinterpret_cast<float *>(s.state_out.data) + f * s.state_out.row;
-        auto columns = [&](int64_t e, auto like) {
-            using T = decltype(like);  // a vector, or a float
-            const T ye = get<T>(y + e);
-            T sum = get<T>(sums + e);
-            for (int r = 0; r < count; r++) {
-                T x = decay * get<T>(from + r * s.state_in.row + e) + phi_k[f + r] * ye;
-                put(to + r * s.state_out.row + e, x);
-                sum += phi_q[f + r] * x;
-            }
-            put(sums + e, sum);
-        };
-        int64_t e = 0;
-        for (; e + W <= s.E + 1; e += W) columns(e, vec{});
-        for (; e <= s.E; e++) columns(e, 0.f);
-    };
-    int64_t f = 0;
-    for (; f + 4 <= s.F; f += 4) rows(std::integral_constant<int, 4>(), f);
-    for (; f < s.F; f++) rows(std::integral_constant<int, 1>(), f);
-    const float z = sums[s.E], scale = 1 / s.clamp(z);
-    *s.norm = z;
-    s.out.put(0, sums, s.E, scale);
 }
 
 int run(const cosformer_call &call, const cosformer_grads *grads) try {
@@ -322,13 +282,18 @@ int run(const cosformer_call &call, const cosformer_grads *grads) try {
     const bool one_token = !grads && call.causal && call.L == 1 && call.S == 1 && !call.q_offset && call.state_in.data && call.state_out.data;
     if (one_token && tasks * call.D * call.E < 1 << 16) threads = 1;  // waking a thread would take longer
     const bool share = tasks < threads;  // then all threads work on one task at a time
+    std::atomic<bool> refused{false};
     in_parallel(tasks, share ? 1 : threads, [&](int64_t i) {
         Sequence s = sequence_of(call, grads, i % heads / call.H, i % call.H, order[i / heads]);
+        if (!s.has_valid_rates()) {
+            refused = true;
+            return;
+        }
         if (one_token) return decode(s);
         Task task(s, share ? threads : 1);
         grads ? task.backward() : task.forward();
     });
-    return 0;
+    return refused ? 2 : 0;
 } catch (const std::bad_alloc &) {
     return 1;
 }
@@ -338,10 +303,19 @@ int run(const cosformer_call &call, const cosformer_grads *grads) try {
 #define EXPORT __attribute__((visibility("default")))
 
 EXPORT int cosformer_forward(const cosformer_call *call) { return run(*call, nullptr); }
+EXPORT int cosformer_forward_at(const cosformer_call *call, const cosformer_places *places) {
+    cosformer_call c = *call;
+    c.q.data = places->q, c.k.data = places->k, c.v.data = places->v, c.out.data = places->out;
+    c.norm = static_cast<float *>(places->norm);
+    c.decay = static_cast<float *>(places->decay), c.mask = static_cast<uint8_t *>(places->mask);
+    c.state_in.data = places->state_in, c.state_out.data = places->state_out;
+    c.position = places->position, c.threads = places->threads;
+    return run(c, nullptr);
+}
 EXPORT int cosformer_backward(const cosformer_call *call, const cosformer_grads *grads) { return run(*call, grads); }
 EXPORT int64_t cosformer_abi(void) {
     int64_t abi = 0;
-    for (int64_t size : {sizeof(cosformer_call), sizeof(cosformer_grads), sizeof(cosformer_convolution_call), sizeof(cosformer_norm_call)})
+    for (int64_t size : {sizeof(cosformer_call), sizeof(cosformer_places), sizeof(cosformer_grads), sizeof(cosformer_convolution_call), sizeof(cosformer_norm_call), sizeof(cosformer_block)})
         abi = 1000 * abi + size;
     return abi;
 }

@@ -1,6 +1,7 @@
 // What is worked on: a head of a sequence, its chunks, the states that travel between them, and what a sweep over them has to do.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
@@ -28,7 +29,14 @@ struct Sequence {
     // The normaliser, held away from zero.
     bool clamped(float z) const { return (signed_norm ? std::fabs(z) : z) < eps; }
     float clamp(float z) const { return clamped(z) ? (signed_norm && z < 0 ? -eps : eps) : z; }
+    // Rates must be finite and 0 or more; NaN is neither.
+    bool has_valid_rates() const {
+        bool valid = true;
+        for (int64_t t = 0, n = !rate ? 0 : rate_per_position ? S : 1; t < n; t++) valid &= rate[t * rate_step] >= 0 && rate[t * rate_step] < INFINITY;
+        return valid;
+    }
     bool seen(int64_t key) const { return !mask || mask[key * mask_step]; }
+    bool is_long() const { return std::max(L, S) > 512 * chunk(); }  // sums of fewer chunks lose less than their terms have lost
     int64_t chunk() const {  // measured: D = E = 64; a chunk's own pairs cost more the longer it is
         return D > 64 || E > 64 || COLS > 16 ? 64 : causal || rate ? 48 : 80;
     }
@@ -43,6 +51,7 @@ struct Chunk {
 // A state, (E+1) x F.  Not one number of an empty state is ever read, so it needs no clearing.
 struct State {
     float *at = nullptr;
+    float *lost = nullptr;  // what rounding took from its sums (gemm.h), where they are long
     bool empty = true;
 };
 

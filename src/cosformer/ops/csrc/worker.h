@@ -33,6 +33,7 @@ class Worker {
             matrix(xt, D, ldC), matrix(phit, F, ldC);
             for (float **p : {&vt, &yt}) matrix(*p, E + 1, ldC);
             for (float **p : {&state_s, &state_t}) matrix(*p, E + 1, ldF);
+            for (float **p : {&lost_s, &lost_t}) if (s.is_long()) matrix(*p, E + 1, ldF);
             for (float **p : {&read_by[0], &read_by[1], &push_by[0], &push_by[1], &row_sums}) matrix(*p, 1, ldC);
             matrix(cosines, 1, 2 * ldC);
             for (double **p : {&turn_cos, &turn_sin, &rates, &before, &after, &running}) scratch.take(*p, ldC);
@@ -47,8 +48,8 @@ class Worker {
     // The states of a sweep that no other thread takes part in.
     Carry carry(bool with_s, bool with_t) const {
         Carry c;
-        if (with_s) c.s.at = state_s;
-        if (with_t) c.t.at = state_t;
+        if (with_s) c.s.at = state_s, c.s.lost = lost_s;
+        if (with_t) c.t.at = state_t, c.t.lost = lost_t;
         return c;
     }
 
@@ -57,6 +58,7 @@ class Worker {
     // States in the caller's tensors are (F, E+1).
     void import_state(State &state, const Rows &from) const {
         transpose(reinterpret_cast<float *>(from.data), from.row, F, E + 1, state.at, ldF);
+        if (state.lost) std::fill_n(state.lost, state_size(), 0.f);
         state.empty = false;
     }
     void export_state(const State &state, const Rows &to) const {
@@ -121,7 +123,7 @@ class Worker {
     float *dy, *dphi, *dx;        // gradients: of a row read, of phi, of q or k
     float *weights;               // (C, C) cos(theta (i - j)) exp(-|A_i - A_j|), symmetric
     float *scores, *dscores;      // the chunk's s_ij, and their gradient times the weight
-    float *state_s, *state_t;
+    float *state_s, *state_t, *lost_s = nullptr, *lost_t = nullptr;
     float *read_by[2], *push_by[2];  // per part and position: cosine or sine, times the decay to or from the chunk's edge
     float *row_sums, *cosines;
     double *turn_cos, *turn_sin;  // of theta * i
@@ -233,7 +235,8 @@ class Worker {
         for (int64_t i = 0; i < n; i++)
             for (int64_t p = 0; p < s.parts; p++)  // in this order: a part's last vector may run into the next part
                 for (int64_t d = 0; d < D; d += W) store(phi + i * ldF + p * D + d, push_by[p][i] * load(x + i * ldD + d));
-        gemm<Transposed>(E + 1, F, n, rows, ldE, phi, ldF, state.at, ldF, state.empty ? 0 : static_cast<float>(total), soon);
+        gemm<Transposed>(E + 1, F, n, rows, ldE, phi, ldF, state.at, ldF, state.empty ? 0 : static_cast<float>(total), soon,
+                         state.lost);
         state.empty = false;
     }
 
@@ -294,8 +297,8 @@ class Worker {
         int64_t row = c.start - s.q_offset;
         transpose(yt, ldC, E, c.n, y, ldE);
         for (int64_t i = 0; i < c.n; i++) {
-            float *yi = y + i * ldE, &z = s.norm[row + i];
-            z = yt[E * ldC + i] + (sweep.add_queries ? z : 0);
+            float *yi = y + i * ldE, z = yt[E * ldC + i] + (sweep.add_queries ? s.norm[row + i] : 0);
+            if (s.norm) s.norm[row + i] = z;
             if (sweep.add_queries) add(s.out, row + i, yi, E);
             s.out.put(row + i, yi, E, sweep.finish ? 1 / s.clamp(z) : 1);
         }

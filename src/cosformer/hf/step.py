@@ -1,0 +1,170 @@
+"""The next token of a decoder through all its blocks at once: which blocks and which calls go this way.
+
+The kernel takes a block as `CosformerStack` makes it, with a linear mixer, in float32 on the CPU, that nobody
+has changed and nobody listens to. Another block, as a hybrid's softmax layers are, is called between the
+others. A call that records, differentiates, traces, masks the token or asks for more than the last hidden
+state goes the general way, which `tests/test_hf_step.py` compares this one with.
+"""
+
+from collections.abc import Iterator
+from operator import is_
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from torch import Tensor, nn
+from torch.nn.modules.module import _has_any_global_hook
+
+from ..decay import LARGEST_EXPONENT, Decay
+from ..layer import Interior, ShortConvolution
+from ..mixers.kernel import Cosformer, Identity, Kernel, Relu
+from ..ops.state import State
+from ..ops.step import Block, Blocks, Linear, takes
+from .cache import CosformerCache
+from .interface import padding, reaches
+
+_known: WeakKeyDictionary = WeakKeyDictionary()  # of each stack, its blocks as they were found
+
+
+def next_token(stack: Any, x: Tensor, cache: CosformerCache, mask: Tensor | None) -> Tensor | None:
+    """x (B, 1, C) after all blocks, or None where they must be called one by one."""
+    if stack.training or not takes(x) or (mask is not None and padding(mask[:, -1:]) is not None):
+        return None
+    found: _Found | None = _known.get(stack)
+    if found is None or not found.current:
+        found = _known[stack] = _Found(stack)
+    layers: list[Any] = cache.layers
+    kept = {i: layers[i].own() for i in found.taken}
+    position = cache.get_seq_length()
+    if not kept or not all(_fits(k, len(x), position) for k in kept.values()):
+        return None
+    if not reaches(position + 1, found.reach, causal=True):
+        return None
+    hidden = x[:, 0].clone()
+    for run in found.runs:
+        if isinstance(run, nn.Module):
+            hidden = run(hidden[:, None], past_key_values=cache, use_cache=True)[:, 0].contiguous()
+        else:
+            blocks, numbers = run
+            blocks(hidden, [(kept[i].mixer.tensor, *kept[i].last) for i in numbers], position)
+    for i in found.taken:
+        layers[i].advance()
+    return hidden[:, None]
+
+
+def _fits(kept, rows: int, position: int) -> bool:
+    """Whether what a layer keeps is a plain state of a stream of so many rows."""
+    state = None if kept is None else kept.mixer
+    if type(state) is not State or state.position != position or len(state.tensor) != rows:
+        return False
+    return state.origin is None and state.fade is None and not state.start and takes(state.tensor)
+
+
+class _Found:
+    """The blocks of a stack: runs of those that the kernel takes, and single ones that it does not."""
+
+    def __init__(self, stack: Any):
+        layers = list(stack.layers)
+        blocks = [_block(layer) for layer in layers]
+        self.taken = [i for i, block in enumerate(blocks) if block is not None]
+        self.reach = min((layers[i].self_attn.interior.mixer.reach for i in self.taken), default=0)
+        self.runs: list = []
+        for i, (layer, block) in enumerate(zip(layers, blocks)):
+            if block is None:
+                self.runs.append(layer)
+            elif self.runs and isinstance(self.runs[-1], tuple):
+                self.runs[-1][1].append(i)
+            else:
+                self.runs.append(([], [i]))
+        self.runs = [
+            run if isinstance(run, nn.Module) else (Blocks([blocks[i] for i in run[1]]), run[1])
+            for run in self.runs
+        ]
+        parts = [m for layer in layers for m in layer.modules()]
+        entries = [entry for m in (stack.layers, *parts) for entry in _entries(m)]
+        entries.append((stack._modules, "layers", stack.layers))
+        self._owners, self._names, self._values = zip(*entries)
+        self._hooks = [hooks for m in parts for hooks in (m._forward_hooks, m._forward_pre_hooks)]
+        self._heard = [*map(bool, self._hooks)]
+
+    @property
+    def current(self) -> bool:
+        """Whether they still are what was found: the same modules and tensors, and the same who listen."""
+        same = all(map(is_, map(dict.get, self._owners, self._names), self._values))
+        if not same or _has_any_global_hook() or [*map(bool, self._hooks)] != self._heard:
+            return False
+        return all(run[0].current for run in self.runs if isinstance(run, tuple))
+
+
+def _entries(module: nn.Module) -> Iterator[tuple[dict, str, object]]:
+    """Where a module holds its parts: (dict, name, part); and that its forward is its class's."""
+    for owned in (module._modules, module._parameters, module._buffers):
+        for name, part in owned.items():
+            yield owned, name, part
+    yield module.__dict__, "forward", module.__dict__.get("forward")
+
+
+def _block(layer: Any) -> Block | None:
+    """What the kernel reads of a block; None if it does not take it."""
+    parts = list(layer.modules())
+    changed = any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in parts)
+    attention, mlp = layer.self_attn, layer.mlp
+    interior = attention.interior
+    mixer = interior.mixer
+    linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
+    linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
+    plain = type(interior) is Interior and all(type(linear) is nn.Linear for linear in linears)
+    if changed or _has_any_global_hook() or not plain or not _is_linear(mixer) or not _is_silu(mlp.act_fn):
+        return None
+    decay = getattr(mixer, "decay", None)
+    gates = [getattr(decay, "gate", None), interior.gate]
+    convs = [] if interior.conv is None else list(interior.conv.values())
+    if any(type(conv) is not ShortConvolution or conv.ahead for conv in convs):
+        return None
+    rate_gate, output_gate = (None if gate is None else Linear(gate.weight, gate.bias) for gate in gates)
+    q, k, v, o, gate, up, down = (Linear(linear.weight, linear.bias) for linear in linears)
+    horizon = mixer.horizon_of(0)
+    block = Block(
+        heads=mixer.heads,
+        kv_heads=k.weight.shape[0] // mixer.head_dim,
+        size=mixer.head_dim,
+        norm=layer.input_layernorm.weight,
+        mlp_norm=layer.post_attention_layernorm.weight,
+        norm_eps=layer.input_layernorm.variance_epsilon,
+        q=q,
+        k=k,
+        v=v,
+        o=o,
+        gate=gate,
+        up=up,
+        down=down,
+        horizons=horizon if isinstance(horizon, tuple) else (horizon,),
+        relu=mixer.relu,
+        signed=mixer.signed,
+        eps=mixer.eps,
+        rates=None if decay is None else decay.constant,
+        rate_gate=rate_gate,
+        largest_exponent=LARGEST_EXPONENT,
+        output_gate=output_gate,
+        conv=tuple(conv.weight for conv in convs),
+        q_norm=None if interior.q_norm is None else interior.q_norm.weight,
+        k_norm=None if interior.k_norm is None else interior.k_norm.weight,
+        qk_norm_eps=interior.norm_eps,
+    )
+    return block if block.is_taken() else None
+
+
+def _is_linear(mixer: Any) -> bool:
+    """Whether a mixer's stream is the core's, on q and k as they are."""
+    if not isinstance(mixer, Kernel) or type(mixer) not in (Cosformer, Relu, Identity):
+        return False
+    decay: Decay | None = getattr(mixer, "decay", None)
+    changed = (
+        (decay is not None and decay.log_rates is not None)
+        or getattr(mixer, "both_signs", False)
+        or mixer.positions is not None
+    )
+    return mixer.streaming is True and not changed and mixer.backend in (None, "native")
+
+
+def _is_silu(activation: object) -> bool:
+    return type(activation).__name__ in ("SiLU", "SiLUActivation")

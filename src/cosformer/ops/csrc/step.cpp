@@ -1,0 +1,201 @@
+// One token a row through whole blocks of a model (cosformer.h): what is left of decoding when a state has constant size is reading the
+// weights, so all threads stay in one parallel region and meet between the products.
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+
+#include "cosformer.h"
+#include "decode.h"
+#include "host.h"
+#include "parallel.h"
+
+namespace {
+
+// dots of R rows of w, each of n floats, with x
+template <int R>
+inline void dots(const float *w, const float *x, int64_t n, float *y) {
+    vec sums[R][2] = {};
+    int64_t i = 0;
+    for (; i + 2 * W <= n; i += 2 * W)
+        for (int r = 0; r < R; r++)
+            for (int p = 0; p < 2; p++) sums[r][p] += load(w + r * n + i + p * W) * load(x + i + p * W);
+    for (int r = 0; r < R; r++) {
+        float s = sum(sums[r][0] + sums[r][1]);
+        for (int64_t j = i; j < n; j++) s += w[r * n + j] * x[j];
+        y[r] = s;
+    }
+}
+
+// what(row, b, (w x_b + bias)[row]) for the rows [first, last) of w (., n); x is (B, n).  Every weight is read once.
+template <class What>
+void project(const float *w, const float *bias, int64_t first, int64_t last, const float *x, int64_t B, int64_t n, What what) {
+    constexpr int R = 4;
+    float y[R];
+    auto rows = [&](auto count, int64_t row) {
+        for (int64_t b = 0; b < B; b++) {
+            dots<count>(w + row * n, x + b * n, n, y);
+            for (int r = 0; r < count; r++) what(row + r, b, y[r] + (bias ? bias[row + r] : 0));
+        }
+    };
+    int64_t row = first;
+    for (; row + R <= last; row += R) rows(std::integral_constant<int, R>(), row);
+    for (; row < last; row++) rows(std::integral_constant<int, 1>(), row);
+}
+
+void normalise(const float *x, const float *weight, int64_t n, double eps, float *y) {
+    float squares;
+    dots<1>(x, x, n, &squares);
+    const float scale = static_cast<float>(1 / std::sqrt(squares / static_cast<double>(n) + eps));
+    for (int64_t i = 0; i < n; i++) y[i] = x[i] * scale * weight[i];
+}
+
+class Step {
+  public:
+    Step(const cosformer_block *blocks, const cosformer_kept *kept, int64_t count, float *x, int64_t B, int64_t C, int64_t position)
+        : blocks_(blocks), kept_(kept), count_(count), x_(x), B(B), C(C), position_(position) {
+        int64_t qkv = 0, heads = 0, wide = 0, hidden = 0;
+        for (const cosformer_block *b = blocks; b < blocks + count; b++) {
+            qkv = std::max(qkv, (b->heads + 2 * b->kv_heads) * b->size), heads = std::max(heads, b->heads);
+            wide = std::max(wide, b->heads * b->size), hidden = std::max(hidden, b->hidden);
+        }
+        for (auto [buffer, size] : {std::pair(&qkv_, qkv), {&rates_, heads}, {&gates_, wide}, {&mixed_, wide}, {&hidden_, hidden}}) buffer->resize(B * size);
+    }
+
+    // The part of one of `threads` threads; normed (B, C) is its own.
+    void run(int64_t thread, int64_t threads, float *normed) {
+        FlushSubnormals flush;
+        for (int64_t i = 0; i < count_; i++) {
+            const cosformer_block &b = blocks_[i];
+            auto share = [&](int64_t n, auto what) { what(n * thread / threads, n * (thread + 1) / threads); };
+            auto products = [&](const cosformer_linear &l, const float *x, int64_t n, auto what) {
+                if (l.weight) share(l.rows, [&](int64_t first, int64_t last) { project(l.weight, l.bias, first, last, x, B, n, what); });
+            };
+            auto add = [&](int64_t row, int64_t at, float y) { x_[at * C + row] += y; };
+
+            const int64_t q = b.heads * b.size, kv = b.kv_heads * b.size, all = q + 2 * kv;
+            for (int64_t at = 0; at < B; at++) normalise(x_ + at * C, b.norm, C, b.norm_eps, normed + at * C);
+            products(b.q, normed, C, [&](int64_t row, int64_t at, float y) { qkv_[at * all + row] = y; });
+            products(b.k, normed, C, [&](int64_t row, int64_t at, float y) { qkv_[at * all + q + row] = y; });
+            products(b.v, normed, C, [&](int64_t row, int64_t at, float y) { qkv_[at * all + q + kv + row] = y; });
+            products(b.rate_gate, normed, C, [&](int64_t row, int64_t at, float y) { rates_[at * b.heads + row] = y; });
+            products(b.output_gate, normed, C, [&](int64_t row, int64_t at, float y) { gates_[at * q + row] = 1 / (1 + std::exp(-y)); });
+            meet();
+            share(B * b.heads, [&](int64_t first, int64_t last) {
+                for (int64_t task = first; task < last; task++) mix(b, kept_[i], task / b.heads, task % b.heads);
+            });
+            meet();
+            share(B, [&](int64_t first, int64_t last) {
+                for (int64_t at = first; at < last; at++) remember(b, kept_[i], at);
+            });
+            products(b.o, mixed_.data(), q, add);
+            meet();
+            for (int64_t at = 0; at < B; at++) normalise(x_ + at * C, b.mlp_norm, C, b.norm_eps, normed + at * C);
+            share(b.hidden, [&](int64_t first, int64_t last) {
+                auto at = [&](int64_t row, int64_t row_of_x) -> float & { return hidden_[row_of_x * b.hidden + row]; };
+                auto gate = [&](int64_t row, int64_t n, float y) { at(row, n) = y / (1 + std::exp(-y)); };
+                auto up = [&](int64_t row, int64_t n, float y) { at(row, n) *= y; };
+                project(b.gate.weight, b.gate.bias, first, last, normed, B, C, gate);
+                project(b.up.weight, b.up.bias, first, last, normed, B, C, up);
+            });
+            meet();
+            products(b.down, hidden_.data(), b.hidden, add);
+            meet();
+        }
+    }
+
+    bool refused() const { return refused_; }
+
+  private:
+    const cosformer_block *blocks_;
+    const cosformer_kept *kept_;
+    const int64_t count_;
+    float *x_;
+    const int64_t B, C, position_;
+    std::vector<float> qkv_, rates_, gates_, mixed_, hidden_;
+    std::atomic<bool> refused_{false};
+
+    static void meet() {
+#ifdef _OPENMP
+#pragma omp barrier
+#endif
+    }
+
+    // One head of row `at`: convolution, norms, rate, state.
+    void mix(const cosformer_block &b, const cosformer_kept &kept, int64_t at, int64_t head) {
+        constexpr int most = 256;  // the largest size
+        const int64_t D = b.size, q = b.heads * D, kv = b.kv_heads * D, shared = head / (b.heads / b.kv_heads);
+        const float *qkv = qkv_.data() + at * (q + 2 * kv);
+        float x[3][most];
+        const int64_t begins[3] = {head * D, shared * D, shared * D}, channels[3] = {q, kv, kv}, offsets[3] = {0, q, q + kv};
+        for (int p = 0; p < 3; p++) {
+            const float *now = qkv + offsets[p] + begins[p];
+            std::copy_n(now, D, x[p]);
+            if (!b.conv_width) continue;
+            const int64_t before = b.conv_width - 1;
+            const float *taps = b.conv[p] + begins[p] * b.conv_width, *last = kept.last[p] + at * before * channels[p] + begins[p];
+            for (int64_t d = 0; d < D; d++) {
+                float y = taps[d * b.conv_width] * now[d];
+                for (int64_t s = 1; s <= before; s++) y += taps[d * b.conv_width + s] * last[(before - s) * channels[p] + d];
+                x[p][d] = y;
+            }
+        }
+        if (b.q_norm) normalise(x[0], b.q_norm, D, b.qk_norm_eps, x[0]), normalise(x[1], b.k_norm, D, b.qk_norm_eps, x[1]);
+
+        float rate = b.rates ? b.rates[head] : 0;
+        if (b.rate_gate.weight) rate *= std::exp(std::min(rates_[at * b.heads + head], static_cast<float>(b.largest_exponent)));
+        if (!(rate >= 0 && rate < INFINITY)) refused_ = true;
+
+        Sequence s = {};
+        s.D = s.E = D, s.parts = b.theta ? 2 : 1, s.F = D * s.parts, s.L = s.S = 1, s.position = position_;
+        s.causal = true, s.relu = b.relu, s.signed_norm = b.signed_norm, s.eps = static_cast<float>(b.eps);
+        s.theta = b.theta ? b.theta[head] : 0, s.rate = b.rates ? &rate : nullptr;
+        s.q.data = reinterpret_cast<char *>(x[0]), s.k.data = reinterpret_cast<char *>(x[1]), s.v.data = reinterpret_cast<char *>(x[2]);
+        float *out = mixed_.data() + at * q + head * D;
+        s.out.data = reinterpret_cast<char *>(out);
+        s.state_in.data = reinterpret_cast<char *>(kept.state + (at * b.heads + head) * s.F * (D + 1));
+        s.state_in.row = D + 1, s.state_out = s.state_in;
+        decode(s);
+        if (b.output_gate.weight) for (int64_t d = 0; d < D; d++) out[d] *= gates_[at * q + head * D + d];
+    }
+
+    // The tokens that the next convolution looks back at.
+    void remember(const cosformer_block &b, const cosformer_kept &kept, int64_t at) const {
+        if (!b.conv_width) return;
+        const int64_t q = b.heads * b.size, kv = b.kv_heads * b.size, before = b.conv_width - 1;
+        const float *now = qkv_.data() + at * (q + 2 * kv);
+        const int64_t channels[3] = {q, kv, kv};
+        for (int p = 0; p < 3; now += channels[p++]) {
+            float *last = kept.last[p] + at * before * channels[p];
+            std::copy(last + channels[p], last + before * channels[p], last);
+            std::copy_n(now, channels[p], last + (before - 1) * channels[p]);
+        }
+    }
+};
+
+}  // namespace
+
+#define EXPORT __attribute__((visibility("default")))
+
+EXPORT int cosformer_step(const cosformer_block *blocks, const cosformer_kept *kept, int64_t count, float *x, int64_t B, int64_t C,
+                          int64_t position, int64_t threads) try {
+    Step step(blocks, kept, count, x, B, C, position);
+    threads = host::forked() || C < 128 ? 1 : std::max<int64_t>(threads, 1);  // a narrow block is done before a thread is awake
+    std::vector<float> normed(threads * B * C);
+#ifdef _OPENMP
+    if (threads > 1) {
+#pragma omp parallel num_threads(static_cast<int>(threads))
+        step.run(omp_get_thread_num(), omp_get_num_threads(), normed.data() + omp_get_thread_num() * B * C);
+        return step.refused() ? 2 : 0;
+    }
+#endif
+    step.run(0, 1, normed.data());
+    return step.refused() ? 2 : 0;
+} catch (const std::bad_alloc &) {
+    return 1;
+}

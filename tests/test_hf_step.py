@@ -1,0 +1,206 @@
+"""The next token through all blocks at once equals the blocks one by one, which take over where they must."""
+
+import copy
+
+import pytest
+import torch
+from conftest import RUNNING, moved
+
+pytest.importorskip("transformers")
+
+from cosformer.hf import CosformerConfig, CosformerForCausalLM, stack
+
+pytestmark = pytest.mark.skipif("native" not in RUNNING, reason="the native kernel is not built")
+
+VOCAB = 50
+SIZES = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 44, "num_hidden_layers": 3}
+SIZES |= {"num_attention_heads": 4, "max_position_embeddings": 64}
+MODELS = {
+    "cosformer": {},
+    "paper": {"mixer": "cosformer-paper"},
+    "ladder": {"mixer": "cosformer-ladder"},
+    "no cosine": {"mixer": "cosformer-no-cosine"},
+    "relu": {"mixer": "relu"},
+    "identity": {"mixer": "identity"},
+    "hybrid": {"mixer": "cosformer*2, softmax+rope"},
+    "softmax first": {"mixer": "softmax+rope, cosformer, relu"},
+    "grouped": {"num_key_value_heads": 2},
+    "gate and biases": {"output_gate": True, "attention_bias": True, "mlp_bias": True},
+    "a wide convolution, no norms": {"short_conv": 7, "qk_norm": False},
+    "no convolution": {"short_conv": 0},
+    "horizons": {"mixer_options": {"horizon": [64, 70, 80, float("inf")]}},
+    "rates": {"mixer_options": {"decay": [0.5, 0.1, 0.0, 0.01]}},
+    "odd sizes": {"hidden_size": 36, "num_attention_heads": 3, "intermediate_size": 37},
+    "threads": {"hidden_size": 128, "intermediate_size": 150},
+}
+
+
+def model(**fields) -> CosformerForCausalLM:
+    torch.manual_seed(0)
+    return moved(CosformerForCausalLM(CosformerConfig(**(SIZES | fields)))).eval()
+
+
+def ids(rows: int, length: int, seed: int = 1) -> torch.Tensor:
+    return torch.randint(1, VOCAB, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture
+def ways(monkeypatch):
+    """Whether each token went through all blocks at once; `ways.general()` sends all to the blocks."""
+
+    class Ways(list):
+        def general(self):
+            monkeypatch.setattr(stack, "next_token", lambda *args: None)
+
+    taken, real = Ways(), stack.next_token
+
+    def watched(*args):
+        hidden = real(*args)
+        taken.append(hidden is not None)
+        return hidden
+
+    monkeypatch.setattr(stack, "next_token", watched)
+    return taken
+
+
+@torch.no_grad()
+def decoded(it, prompt, tokens, **given) -> torch.Tensor:
+    """The logits after each of the tokens that follow a prompt."""
+    cache = it(prompt, use_cache=True, **given).past_key_values
+    return torch.cat([it(t, past_key_values=cache, **given).logits for t in tokens.split(1, 1)], 1)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("kind", MODELS)
+def test_equals_the_blocks(ways, kind, rows):
+    it, threads = model(**MODELS[kind]), torch.get_num_threads()
+    torch.set_num_threads(2 if kind == "threads" else 1)
+    fast = decoded(it, ids(rows, 7), ids(rows, 9, 2))
+    assert all(ways) and len(ways) == 9
+    ways.general()
+    slow = decoded(it, ids(rows, 7), ids(rows, 9, 2))
+    torch.set_num_threads(threads)
+    tolerance = 1e-3 if kind == "identity" else 1e-5  # its normaliser may come near zero
+    assert (fast - slow).abs().max() <= tolerance * slow.abs().max()
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}])
+@pytest.mark.parametrize("kind", ["cosformer", "hybrid"])
+def test_text_is_the_same(ways, kind, options):
+    it = model(**MODELS[kind])
+    padded = ids(2, 8)
+    padded[0, :3] = 0
+    mask = (padded != 0).long()
+    texts = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        given = {"max_new_tokens": 12, "pad_token_id": 0, "eos_token_id": None, **options}
+        texts.append(it.generate(padded, attention_mask=mask, **given))
+        assert not texts[1:] or all(ways)
+        ways.general()
+    assert torch.equal(*texts)
+
+
+def changed_module(it):
+    class Own(torch.nn.Linear):
+        def forward(self, x):
+            return 2 * super().forward(x)
+
+    old = it.model.layers[1].mlp.up_proj
+    it.model.layers[1].mlp.up_proj = Own(*old.weight.T.shape, bias=False)
+    it.model.layers[1].mlp.up_proj.weight = old.weight
+
+
+def changed_weights(it):
+    for layer in it.model.layers:
+        layer.self_attn.o_proj.weight.data = layer.self_attn.o_proj.weight.data * 3
+
+
+def listened_to(it):
+    it.model.layers[2].mlp.register_forward_hook(lambda module, args, out: out * 0.5)
+
+
+def replaced_forward(it):
+    old = it.model.layers[0].self_attn.forward
+    it.model.layers[0].self_attn.forward = lambda *args, **kwargs: (old(*args, **kwargs)[0] * 0.5, None)
+
+
+@pytest.mark.parametrize("change", [changed_module, changed_weights, listened_to, replaced_forward])
+@torch.no_grad()
+def test_a_change_of_the_model_is_seen(ways, change):
+    """Between two tokens of one stream."""
+    it, prompt, token = model(), ids(2, 7), ids(2, 1)
+    caches = [it(prompt, use_cache=True).past_key_values for _ in range(2)]
+    before = [it(token, past_key_values=cache).logits for cache in caches]
+    change(it)
+    fast = it(token, past_key_values=caches[0]).logits
+    ways.general()
+    slow = it(token, past_key_values=caches[1]).logits
+    assert torch.allclose(fast, slow, atol=1e-5) and not torch.allclose(fast, before[0], atol=1e-3)
+
+
+def test_who_goes_the_general_way(ways):
+    it, prompt, token = model(), ids(2, 7), ids(2, 1)
+
+    def goes(**given) -> bool:
+        ways.clear()
+        with torch.no_grad():
+            cache = it(prompt, use_cache=True).past_key_values
+            if given.pop("recorded", False):
+                cache.activate_past_recording()
+        it(token, past_key_values=cache, **given)
+        return any(ways)
+
+    masked = torch.ones(2, 8, dtype=torch.long)
+    masked[1, -1] = 0
+    with torch.no_grad():
+        assert goes() and goes(attention_mask=torch.ones_like(masked))
+        assert not goes(recorded=True)
+        assert not goes(attention_mask=masked)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert not goes()
+        it.train()
+        assert not goes()
+        it.eval()
+    assert not goes()  # a graph is wanted
+    with torch.no_grad():
+        assert goes()
+        assert not goes(output_hidden_states=True)  # transformers' hooks stay
+        it = model()
+        assert goes()
+        it.bfloat16()
+        assert not goes()
+
+
+@torch.no_grad()
+def test_a_cache_changes_only_what_is_its_own(ways):
+    it, token = model(), ids(1, 1)
+    cache = it(ids(1, 7), use_cache=True).past_key_values
+    first = cache.layers[0].kept
+    tensors = [first.mixer.tensor.clone(), *(t.clone() for t in first.last)]
+    apart = copy.deepcopy(cache)
+    logits = it(token, past_key_values=cache).logits
+    for a, b in zip((first.mixer.tensor, *first.last), tensors, strict=True):
+        assert torch.equal(a, b)
+    address = cache.layers[0].kept.mixer.tensor.data_ptr()
+    branch = copy.deepcopy(cache)
+    it(ids(1, 1, 9), past_key_values=cache)
+    assert cache.layers[0].kept.mixer.tensor.data_ptr() == address  # no state is allocated
+    assert cache.get_seq_length() == 9 and branch.get_seq_length() == 8
+    assert torch.equal(it(token, past_key_values=apart).logits, logits)
+    again = copy.deepcopy(branch)
+    assert torch.equal(it(token, past_key_values=branch).logits, it(token, past_key_values=again).logits)
+    assert all(ways)
+
+
+@torch.no_grad()
+def test_errors_are_the_general_ways():
+    it = model(max_position_embeddings=8)
+    cache = it(ids(1, 9), use_cache=True).past_key_values
+    with pytest.raises(ValueError, match="10 tokens reach past the horizon of 8"):
+        it(ids(1, 1), past_key_values=cache)
+    it = model()
+    cache = it(ids(1, 7), use_cache=True).past_key_values
+    it.model.layers[1].self_attn.interior.mixer.decay.gate.bias.fill_(float("nan"))
+    with pytest.raises(ValueError, match="decay rates must be finite and 0 or more"):
+        it(ids(1, 1), past_key_values=cache)

@@ -1,0 +1,134 @@
+"""Plans: the second call of a kind is the first one's equal, in results, gradients and errors."""
+
+import math
+
+import pytest
+import torch
+from conftest import RUNNING
+from judge import assert_close, inputs, judge, rates
+
+from cosformer import State, cosformer_attention, cosformer_stream
+from cosformer.ops import plan
+
+pytestmark = pytest.mark.skipif("native" not in RUNNING, reason="only the native backend makes plans")
+
+
+@pytest.fixture(autouse=True)
+def empty():
+    plan._plans.clear()
+
+
+def calls_planned() -> int:
+    return len(plan._plans)
+
+
+@pytest.mark.parametrize("decay", [None, "head", "position"])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_second_call_is_judged_like_the_first(causal, decay, masked):
+    mask = torch.rand(2, 70) > 0.3 if masked else None
+    for _ in range(2):
+        q, k, v = inputs(L=70, S=70)
+        options = {"causal": causal, "decay": rates(decay, 2, 4, 70), "key_mask": mask, "horizon": 100}
+        judge(cosformer_attention, q, k, v, **options)
+        with torch.no_grad():
+            judge_values = cosformer_attention(q, k, v, **options)
+        assert_close(judge_values, cosformer_attention(q, k, v, backend="torch", **options))
+    assert calls_planned() == 2  # one with a graph and one without
+
+
+def test_a_stream_goes_on_by_its_plan():
+    q, k, v = inputs(L=12, S=12)
+    decay = torch.rand(2, 4, 12)
+    whole = cosformer_attention(q, k, v, causal=True, horizon=20, decay=decay)
+    state, parts = None, []
+    for i in range(12):
+        token = [x[:, :, i : i + 1].contiguous() for x in (q, k, v)]
+        out, state = cosformer_stream(*token, state, horizon=20, decay=decay[:, :, i : i + 1].contiguous())
+        parts.append(out)
+    assert calls_planned() == 3  # the whole, the first token, every other
+    assert_close(torch.cat(parts, 2), whole)
+    assert (state.position, state.horizons) == (12, (20.0,))
+
+
+def test_gradients_of_planned_calls():
+    q, k, v = inputs(L=9, S=9)
+    found = []
+    for _ in range(2):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+        out, state = cosformer_stream(*leaves, horizon=20)
+        out2, state = cosformer_stream(*leaves, state, horizon=20)
+        found.append(torch.autograd.grad(out2.square().sum() + state.tensor.sum(), leaves))
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a, b)
+    out = cosformer_attention(*leaves, horizon=20)
+    out = cosformer_attention(*leaves, horizon=20)
+    (first,) = torch.autograd.grad(out.square().sum(), leaves[0], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("bad", [-0.5, math.inf, math.nan])
+@pytest.mark.parametrize("shape", [(4,), (2, 4, 9)])
+def test_rates_are_looked_at_in_every_call(shape, bad):
+    q, k, v = inputs(L=9, S=9)
+    decay = torch.rand(shape)
+    cosformer_attention(q, k, v, causal=True, decay=decay)
+    assert calls_planned() == 1
+    decay.view(-1)[-1] = bad
+    with pytest.raises(ValueError, match="decay rates must be finite and 0 or more; those given reach from"):
+        cosformer_attention(q, k, v, causal=True, decay=decay)
+    with pytest.raises(ValueError, match="decay rates must be finite"):
+        cosformer_stream(q, k, v, horizon=20, decay=decay)
+
+
+def test_mistakes_that_look_like_a_planned_call():
+    q, k, v = (x[:, :, :1].contiguous() for x in inputs(L=9, S=9))
+    for _ in range(2):
+        cosformer_attention(q, k, v, horizon=3, q_offset=1)
+    assert calls_planned() == 1
+    with pytest.raises(TypeError, match="q_offset must be an int"):
+        cosformer_attention(q, k, v, horizon=3, q_offset=True)
+    with pytest.raises(TypeError, match="q_offset must be an int"):
+        cosformer_attention(q, k, v, horizon=3, q_offset=1.0)
+    with pytest.raises(ValueError, match="backend 'nativ' is unknown"):
+        cosformer_attention(q, k, v, horizon=3, q_offset=1, backend="nativ")
+    _, state = cosformer_stream(q, k, v, horizon=3)
+    for _ in range(3):
+        _, state = cosformer_stream(q, k, v, state, horizon=3)
+    with pytest.raises(
+        ValueError, match="horizon is 3, but positions can lie 4 apart here; start the stream"
+    ):
+        cosformer_stream(q, k, v, state, horizon=3)
+    with pytest.raises(ValueError, match="horizon is 4, but the state was made with 3"):
+        cosformer_stream(q, k, v, State(state.tensor, 1, (3.0,)), horizon=4)
+    with pytest.raises(TypeError, match="state must be a State"):
+        cosformer_stream(q, k, v, state.tensor, horizon=3)
+
+
+def test_what_a_horizon_in_a_tensor_says_may_change():
+    q, k, v = inputs(L=9, S=9)
+    horizon = torch.tensor([20.0])
+    before = cosformer_attention(q, k, v, horizon=horizon)
+    horizon[0] = 400
+    after = cosformer_attention(q, k, v, horizon=horizon)
+    assert not torch.equal(before, after) and calls_planned() == 0
+
+
+def test_values_that_are_not_in_memory():
+    """A plan reads addresses, so what torch keeps as a mark on a tensor must not be taken for it."""
+    q, k, v = inputs(L=9, S=9)
+    cosformer_attention(q, k, v)
+    assert_close(cosformer_attention((-q)._neg_view(), k, v), cosformer_attention(q, k, v))
+    with torch.autocast("cpu", torch.bfloat16):
+        assert cosformer_attention(q, k, v).dtype == torch.bfloat16
+    mapped = torch.func.vmap(cosformer_attention)(*(x[None] for x in (q, k, v)))
+    assert_close(mapped[0], cosformer_attention(q, k, v))
+
+
+def test_plans_do_not_pile_up(monkeypatch):
+    monkeypatch.setattr(plan, "MOST", 3)
+    for length in range(1, 9):
+        q, k, v = inputs(L=length, S=length)
+        cosformer_attention(q, k, v)
+        assert calls_planned() <= 3
