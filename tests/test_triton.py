@@ -17,7 +17,7 @@ import torch
 from conftest import Watch
 from judge import assert_close, compare, inputs, judge, on, rates, value_and_grads
 
-from cosformer import cosformer_attention
+from cosformer import State, cosformer_attention
 from cosformer.ops import _triton, checks, linear
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +25,11 @@ ROOT = Path(__file__).parents[1]
 installed = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
 interpreted = pytest.mark.skipif(not _triton.INTERPRETED, reason="test_in_the_interpreter runs it")
 compiled = pytest.mark.skipif(_triton.INTERPRETED, reason="the interpreter compiles nothing")
+
+if _triton.INTERPRETED and "COSFORMER_TEST_BACKEND" not in os.environ:
+    import interpreter
+
+    interpreter.hasten(overflows=True)
 
 # Of the operator's own suite: what shows most in little time. The slow mark has all that ends within an hour.
 CHOSEN = (
@@ -160,6 +165,52 @@ def test_masked_keys_may_hold_anything_and_bits_are_the_same_each_time(causal):
 @interpreted
 def test_a_sum_over_many_tokens_is_cut_into_stretches():
     judge(on("triton"), *inputs(B=1, H=1, Hk=1, L=17, S=600, D=6, E=5), horizon=700)
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Chunks so short, and so little room for states, that 150 positions are taken in three parts."""
+    from cosformer.ops.triton import blocks, run
+
+    monkeypatch.setattr(blocks, "INTERPRETED", blocks.Blocks(16, 1, *blocks.INTERPRETED[2:]))
+    monkeypatch.setattr(run, "SCRATCH", 1)
+    found, parts_of = [], run._Run.parts
+    monkeypatch.setattr(run._Run, "parts", lambda *args: found.append(parts_of(*args)) or found[-1])
+    yield
+    assert found and all([part.chunks for part in some] == [4, 3, 3] for some in found)
+
+
+LONG_ROWS = {"B": 2, "H": 1, "Hk": 1, "L": 150, "S": 150, "D": 6, "E": 5}
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("causal", "decay"), [(True, None), (True, "position"), (False, "head"), (False, "position")]
+)
+def test_a_long_axis_is_taken_in_parts(parts, causal, decay):
+    options = {"causal": causal, "decay": rates(decay, 2, 1, 150), "horizon": 200}
+    judge(on("triton"), *inputs(**LONG_ROWS), **options)
+
+
+@interpreted
+def test_a_state_goes_through_all_parts(parts):
+    """In and out, with gradients."""
+    q, k, v = inputs(**LONG_ROWS)
+    tensors = (q, k, v, rates("position", 2, 1, 150), torch.rand(2, 1, 12, 6))
+
+    def run(backend):
+        def call(q, k, v, decay, state):
+            out, after = linear.linear_stream(
+                q, k, v, State(state), decay=decay, horizon=200, relu=True, backend=backend
+            )
+            return torch.cat([out.flatten(), after.tensor.flatten()])
+
+        return call
+
+    expected, wanted = value_and_grads(run("torch"), [t.double() for t in tensors])
+    out, grads = value_and_grads(run("triton"), tensors)
+    for ours, theirs in zip((out, *grads), (expected, *wanted), strict=True):
+        assert_close(ours, theirs)
 
 
 @interpreted
