@@ -31,19 +31,29 @@ if _triton.INTERPRETED and "COSFORMER_TEST_BACKEND" not in os.environ:
 
     interpreter.hasten(overflows=True)
 
-# Of the operator's own suite: what shows most in little time. The slow mark has all that ends within an hour.
+# The operator's own suite on this backend (tests/interpreter.py). What shows most in little time; the slow mark
+# has all of it.
+SUITE = ["errors", "decay", "torch_features", "stream", "operator", "backends"]
 CHOSEN = (
     "tiny_lengths and (0-5 or 5-0) or rows_with_nothing and float32 and True or state_is_part_of_the_graph"
+    " or saved_and_loaded or beams or memory_of_cross or never_changed or rates_begin and float32"
+    " or test_checkpoint or test_jacobian or marks_instead or layouts_match or zero_decay or rates_as_numbers"
+    " or do_not_leak or default_horizon or test_definition and float32 and 9-20-40"
+    " or test_packed_is_looped and lengths3 or waits or refused"
 )
-LONG = "not sizes and not any_split and not at_length and not shapes"
 
 
-def in_the_interpreter(*options: str) -> None:
+def in_the_interpreter(*options: str, **environment: str) -> None:
     command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-p", "no:cacheprovider", *options]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", **environment}
     done = subprocess.run(command, env=environment, cwd=ROOT / "tests", capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert " passed" in done.stdout, done.stdout
+
+
+def suite_in_the_interpreter(*options: str) -> None:
+    files = (f"test_{name}.py" for name in SUITE)
+    in_the_interpreter(*files, *options, COSFORMER_TEST_BACKEND="triton")
 
 
 @installed
@@ -55,14 +65,14 @@ def test_in_the_interpreter():
 @installed
 @compiled
 def test_chosen_of_the_suite_in_the_interpreter():
-    in_the_interpreter("test_operator.py", "test_stream.py", "-k", f"triton and ({CHOSEN})")
+    suite_in_the_interpreter("-k", CHOSEN)
 
 
 @installed
 @compiled
 @pytest.mark.slow
 def test_all_of_the_suite_in_the_interpreter():
-    in_the_interpreter("test_operator.py", "test_stream.py", "-k", f"triton and {LONG}")
+    suite_in_the_interpreter()
 
 
 # In the interpreter tiles are of 16 and chunks of 32: these sizes need several of each.

@@ -5,6 +5,8 @@ import itertools
 import json
 import logging
 import math
+import os
+import shutil
 import subprocess
 import sys
 import weakref
@@ -104,6 +106,25 @@ def test_compiles_ahead_of_time():
 @pytest.mark.slow
 def test_all_compiles_ahead_of_time():
     judge_compiled(compile_ahead())
+
+
+@installed
+@pytest.mark.skipif(shutil.which("cc") is None, reason="a driver to look at launches is compiled")
+def test_a_launch_passes_what_the_kernel_takes(tmp_path):
+    """Through Triton's own launcher: packed, masked, grouped, gated and causal, forward and backward."""
+    command = [sys.executable, str(ROOT / "tests" / "triton_launch.py"), str(tmp_path)]
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    launches = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["kernel"] for row in launches] == [
+        *("gather", "read"),
+        *("weigh", "gather", "grad"),
+        *("gather", "grad", "read"),
+    ]
+    for row in launches:
+        assert row["launches"] == 1 and not row["wrong"], row
+        assert row["grid"] == row["asked"] and row["parameters"] == row["passed"], row
 
 
 @pytest.fixture

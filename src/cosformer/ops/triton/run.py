@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from ..call import Call, Grads, Inputs, Outputs, Upstream, dense, theta
 from . import device, kernels
 from .blocks import Tiles
 from .packed import packed
-from .tiles import Axis, Options, Place, Side, States, Weights, odd
+from .tiles import Axis, Options, Place, Side, States, Weights, odd, travelling
 
 SCRATCH = 256 * 2**20  # bytes of states that enter chunks: with fewer there are more launches
 PROGRAMS = 512  # keep a device busy: a sum over all tokens is cut into stretches until there are as many
@@ -235,7 +236,7 @@ class _Run:
     ) -> None:
         start, end = (None if t is None else _states(t) for t in (first, last))
         grid = self.gather_grid(axis, stretches)
-        tensors = party.side, odd(axis), self.weights, start, each, end
+        tensors = party.side, travelling(axis), self.weights, start, each, end
         tiles, steps = self.blocks.gather, self.blocks.steps
         changes = {
             "group": party.group,
@@ -257,7 +258,16 @@ class _Run:
         """What a party reads of the other's values; with a norm, divided by it."""
         tiles, axis = self.blocks.read, self.axis(own, other, part)
         grid = self.chunks(axis), _up(self.options.E, tiles.value), own.heads
-        tensors = *_strided(out), norm, self.call.eps, own.side, other.side, odd(axis), self.weights, *states
+        tensors = (
+            *_strided(out),
+            norm,
+            self.call.eps,
+            own.side,
+            other.side,
+            travelling(axis),
+            self.weights,
+            *states,
+        )
         self.launch(kernels.read, grid, tiles, *tensors, **self.sight(own, other))
 
     def owed(self, party: _Party) -> Tensor | None:
@@ -278,7 +288,7 @@ class _Run:
         """The gradient of a party's features; with decay, also that of its A."""
         tiles, axis = self.blocks.grad, self.axis(own, other, part)
         grid = self.chunks(axis), _up(self.options.D, tiles.key), own.heads
-        tensors = *_strided(out), dA, own.side, other.side, odd(axis), self.weights, *states
+        tensors = *_strided(out), dA, own.side, other.side, travelling(axis), self.weights, *states
         self.launch(kernels.grad, grid, tiles, *tensors, **self.sight(own, other))
 
     def sight(self, own: _Party, other: _Party) -> dict[str, Any]:
@@ -287,7 +297,7 @@ class _Run:
     def launch(self, kernel: Any, grid: tuple[int, ...], tiles: Tiles, *tensors: Any, **changes: Any) -> None:
         if 0 in grid:
             return
-        options = replace(self.options, BK=tiles.key, BV=tiles.value, **changes)
+        options = _options(self.options, tiles.key, tiles.value, *changes.items())
         with _on(self.device):
             _launch(kernel, grid, *tensors, options, **tiles.launched)
 
@@ -306,6 +316,11 @@ class _Run:
             at = at - self.packed.begin
         query, key = query * (at[: query.shape[2]] + self.call.q_offset), key * at[: key.shape[2]]
         return (query.sum((0, 2)) + key.sum((0, 2))).to(self.x.decay.dtype)
+
+
+@lru_cache(maxsize=256)  # a launch costs the host as much as a small kernel takes
+def _options(options: Options, key: int, value: int, *changes: tuple[str, Any]) -> Options:
+    return replace(options, BK=key, BV=value, **dict(changes))
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:

@@ -25,9 +25,9 @@ class Side(NamedTuple):
 # off. It shall not for lengths and positions, so these travel as odd numbers above 1.
 
 
-def odd(n):
-    """How an integer travels, or each in a tuple."""
-    return 2 * n + 3 if isinstance(n, int) else type(n)(*map(odd, n)) if hasattr(n, "_fields") else n
+def odd(n: int) -> int:
+    """How an integer travels."""
+    return 2 * n + 3
 
 
 class Place(NamedTuple):
@@ -51,6 +51,13 @@ class Axis(NamedTuple):
     own: Place  # of the side that gathers or reads
     other: Place
     table: Any = None  # packed: the boundaries, the first chunk of each row, the row of each chunk
+
+
+def travelling(axis: Axis) -> Axis:
+    """The axis with its integers as they travel."""
+    *numbers, own, other, table = axis
+    places = (Place(*[2 * n + 3 for n in place]) for place in (own, other))
+    return Axis(*[2 * n + 3 for n in numbers], *places, table)
 
 
 class States(NamedTuple):
