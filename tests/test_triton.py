@@ -12,6 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import Watch
@@ -31,8 +32,8 @@ if _triton.INTERPRETED and "COSFORMER_TEST_BACKEND" not in os.environ:
 
     interpreter.hasten(overflows=True)
 
-# The operator's own suite on this backend (tests/interpreter.py). What shows most in little time; the slow mark
-# has all of it.
+# The operator's own suite on this backend (tests/interpreter.py): what shows most in little time. The slow
+# mark has all of it.
 SUITE = ["errors", "decay", "torch_features", "stream", "operator", "backends"]
 CHOSEN = (
     "tiny_lengths and (0-5 or 5-0) or rows_with_nothing and float32 and True or state_is_part_of_the_graph"
@@ -175,6 +176,26 @@ def test_masked_keys_may_hold_anything_and_bits_are_the_same_each_time(causal):
 @interpreted
 def test_a_sum_over_many_tokens_is_cut_into_stretches():
     judge(on("triton"), *inputs(B=1, H=1, Hk=1, L=17, S=600, D=6, E=5), horizon=700)
+
+
+@interpreted
+@pytest.mark.parametrize("dim", range(4))
+def test_tensors_past_the_reach_of_32_bits(dim):
+    """Two billion numbers lie between the first and the last; the memory in between is never touched."""
+    shape = (2, 2, 5, 9)
+    strides = [90, 45, 9, 1]
+    strides[dim] = 2**31 // (shape[dim] - 1) + 1
+    most = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
+    memory = torch.from_numpy(np.empty(most, dtype=np.int16)).view(torch.bfloat16)
+    far, near = memory.as_strided(shape, strides), torch.randn(shape).bfloat16()
+    far.copy_(near)
+
+    def run(*tensors):
+        out, grads = value_and_grads(lambda *x: on("triton")(*x, causal=True, decay=0.1), tensors)
+        return out, *grads
+
+    for a, b in zip(run(far, far, far), run(near, near, near), strict=True):
+        assert torch.equal(a, b)
 
 
 @pytest.fixture
