@@ -34,6 +34,13 @@ torch.set_num_threads(1)  # small tensors; tests run side by side, and those abo
 
 
 RUNNING = [name for name in BACKENDS if backend_problem(name) is None]
+if only := os.environ.get("COSFORMER_TEST_BACKEND"):  # the suite on one backend
+    RUNNING = [name for name in RUNNING if name == only]
+    assert RUNNING, f"COSFORMER_TEST_BACKEND={only}: {backend_problem(only)}"
+    if only == "triton":
+        import interpreter
+
+        interpreter.serve()
 BACKEND_DTYPES = [(name, dtype) for name in RUNNING for dtype in declared(name).dtypes]
 
 

@@ -180,10 +180,8 @@ def test_a_module_waits_for_nothing(monkeypatch, decay):
 @pytest.mark.parametrize("name", ["CosformerForCausalLM", "CosformerForMaskedLM"])
 def test_a_model_waits_for_nothing(monkeypatch, name):
     """A training step; and, for a decoder, a step of generation with its cache."""
-    hf, masking = pytest.importorskip("cosformer.hf"), pytest.importorskip("transformers.masking_utils")
+    hf = pytest.importorskip("cosformer.hf")
     monkeypatch.setattr(checks, "readable", lambda x: False)
-    # transformers looks once a forward, before the first layer, whether position_ids are of packed sequences
-    monkeypatch.setattr(masking, "find_packed_sequence_indices", lambda position_ids: None)
     model, ids = toy_model(getattr(hf, name)).train(), token_ids()
     with Watch():
         model(ids, labels=ids).loss.backward()

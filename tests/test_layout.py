@@ -39,8 +39,8 @@ LAW = {
 ORDER = {
     "ops": [
         "call triton",
-        "checks fades packing shard triton.blocks triton.tiles",
-        "triton.kernels",
+        "checks fades packing shard triton.blocks triton.packed triton.tiles",
+        "triton.device triton.kernels",
         "operator _native _torch triton.run",
         "trust",  # compares with torch
         "_triton",
@@ -73,7 +73,7 @@ ORDER = {
         "dryrun run",
         "cli",
     ],
-    "bench": ["exactness measure", "mixers models operators tune", "command"],
+    "bench": ["exactness measure", "mixers models operators tune", "parallel", "command"],
     "compare": ["board plan", "quality", "budget looks", "comparison", "command"],
     "report": [
         "heatmap paper style",
@@ -84,6 +84,7 @@ ORDER = {
         "figures",
         "sections",
         "page",
+        "parallel",
     ],
 }
 ONLY_IN = {
@@ -93,7 +94,7 @@ ONLY_IN = {
     "datasets": {"tasks"},
     "numpy": {"tasks"},
     "ctypes": {"ops._native"},
-    "triton": {"ops.triton.kernels", "ops.triton.run", "ops.triton.tiles"},
+    "triton": {f"ops.triton.{name}" for name in ("device", "kernels", "run", "tiles")},
 }
 
 

@@ -253,7 +253,9 @@ def the_convolution_has_its_halo(group, setting):
         (wanted,) = torch.autograd.grad(whole, x, dout)
         part = cut(x.detach(), lengths, rank, 1).clone().requires_grad_()
         shard = Shard.of(group, part, places=None if places is None else cut(places, lengths, rank, 1))
-        found = short_convolution(part, w, ahead=ahead, shard=shard)
+        with Counted() as sent:
+            found = short_convolution(part, w, ahead=ahead, shard=shard)
+        assert packed or sent.sizes == [8 * 2 * (width - 1) * 3]  # B (w - 1) C numbers of float64
         close(found, cut(whole.detach(), lengths, rank, 1), "out")
         (got,) = torch.autograd.grad(found, part, cut(dout, lengths, rank, 1))
         close(got, cut(wanted, lengths, rank, 1), "dx", scale=wanted)

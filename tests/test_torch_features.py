@@ -178,6 +178,8 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
 @pytest.mark.parametrize("decay", [False, True])
 def test_causal_training_memory(backend, decay):
     """32,768 tokens, 8 heads of 64, the whole process: stored prefix sums would take 32 GiB."""
+    if backend == "triton":
+        pytest.skip("in the interpreter this takes an hour; tests/test_triton.py counts what is allocated")
     code = MEMORY.format(L=32768, backend=backend, decay=decay)
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(run.stdout) < 1.5, run.stdout

@@ -13,11 +13,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import torchrun
+from accelerate.parallelism_config import ParallelismConfig
+from conftest import go, torchrun
+from conftest import run_of as small_run
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from cosformer import train
+from cosformer.train.parallel import refuse_others
 from cosformer.train.progress import read
 
 STEPS = 30
@@ -85,6 +88,18 @@ def test_two_processes_share_each_sequence(tmp_path):
         train.train(alone, watch=TrainerCallback())
         assert len(losses(Path(alone.out))) == JOBS[job][1]
         same(tmp_path / f"{job}-2", Path(alone.out))
+
+
+@pytest.mark.parametrize("name", ["CP", "SP"])
+def test_other_ways_to_share_a_sequence_are_refused(here, monkeypatch, name):
+    """As `accelerate launch` says them; said to the Trainer they come the same way."""
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", "2")
+    with pytest.raises(train.SettingsError, match=f"has {name.lower()}_size=2, .* use --sequence-parallel 2"):
+        go(small_run())
+    with pytest.raises(train.SettingsError, match="use --sequence-parallel 4"):
+        refuse_others(ParallelismConfig(**{f"{name.lower()}_size": 4}))
+    refuse_others(ParallelismConfig(dp_shard_size=2, cp_size=1, sp_size=1))
 
 
 def command(folder: Path, *more: str):

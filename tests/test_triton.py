@@ -12,12 +12,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import Watch
 from judge import assert_close, compare, inputs, judge, on, rates, value_and_grads
 
-from cosformer import cosformer_attention
+from cosformer import State, cosformer_attention
 from cosformer.ops import _triton, checks, linear
 
 ROOT = Path(__file__).parents[1]
@@ -26,19 +27,34 @@ installed = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="t
 interpreted = pytest.mark.skipif(not _triton.INTERPRETED, reason="test_in_the_interpreter runs it")
 compiled = pytest.mark.skipif(_triton.INTERPRETED, reason="the interpreter compiles nothing")
 
-# Of the operator's own suite: what shows most in little time. The slow mark has all that ends within an hour.
+if _triton.INTERPRETED and "COSFORMER_TEST_BACKEND" not in os.environ:
+    import interpreter
+
+    interpreter.hasten(overflows=True)
+
+# The operator's own suite on this backend (tests/interpreter.py): what shows most in little time. The slow
+# mark has all of it.
+SUITE = ["errors", "decay", "torch_features", "stream", "operator", "backends"]
 CHOSEN = (
     "tiny_lengths and (0-5 or 5-0) or rows_with_nothing and float32 and True or state_is_part_of_the_graph"
+    " or saved_and_loaded or beams or memory_of_cross or never_changed or rates_begin and float32"
+    " or test_checkpoint or test_jacobian or marks_instead or layouts_match or zero_decay or rates_as_numbers"
+    " or do_not_leak or default_horizon or test_definition and float32 and 9-20-40"
+    " or test_packed_is_looped and lengths3 or waits or refused"
 )
-LONG = "not sizes and not any_split and not at_length and not shapes"
 
 
-def in_the_interpreter(*options: str) -> None:
+def in_the_interpreter(*options: str, **environment: str) -> None:
     command = [sys.executable, "-m", "pytest", "-n", "0", "-x", "-p", "no:cacheprovider", *options]
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    environment = {**os.environ, "TRITON_INTERPRET": "1", **environment}
     done = subprocess.run(command, env=environment, cwd=ROOT / "tests", capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert " passed" in done.stdout, done.stdout
+
+
+def suite_in_the_interpreter(*options: str) -> None:
+    files = (f"test_{name}.py" for name in SUITE)
+    in_the_interpreter(*files, *options, COSFORMER_TEST_BACKEND="triton")
 
 
 @installed
@@ -50,14 +66,14 @@ def test_in_the_interpreter():
 @installed
 @compiled
 def test_chosen_of_the_suite_in_the_interpreter():
-    in_the_interpreter("test_operator.py", "test_stream.py", "-k", f"triton and ({CHOSEN})")
+    suite_in_the_interpreter("-k", CHOSEN)
 
 
 @installed
 @compiled
 @pytest.mark.slow
 def test_all_of_the_suite_in_the_interpreter():
-    in_the_interpreter("test_operator.py", "test_stream.py", "-k", f"triton and {LONG}")
+    suite_in_the_interpreter()
 
 
 # In the interpreter tiles are of 16 and chunks of 32: these sizes need several of each.
@@ -160,6 +176,72 @@ def test_masked_keys_may_hold_anything_and_bits_are_the_same_each_time(causal):
 @interpreted
 def test_a_sum_over_many_tokens_is_cut_into_stretches():
     judge(on("triton"), *inputs(B=1, H=1, Hk=1, L=17, S=600, D=6, E=5), horizon=700)
+
+
+@interpreted
+@pytest.mark.parametrize("dim", range(4))
+def test_tensors_past_the_reach_of_32_bits(dim):
+    """Two billion numbers lie between the first and the last; the memory in between is never touched."""
+    shape = (2, 2, 5, 9)
+    strides = [90, 45, 9, 1]
+    strides[dim] = 2**31 // (shape[dim] - 1) + 1
+    most = sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True)) + 1
+    memory = torch.from_numpy(np.empty(most, dtype=np.int16)).view(torch.bfloat16)
+    far, near = memory.as_strided(shape, strides), torch.randn(shape).bfloat16()
+    far.copy_(near)
+
+    def run(*tensors):
+        out, grads = value_and_grads(lambda *x: on("triton")(*x, causal=True, decay=0.1), tensors)
+        return out, *grads
+
+    for a, b in zip(run(far, far, far), run(near, near, near), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.fixture
+def parts(monkeypatch):
+    """Chunks so short, and so little room for states, that 150 positions are taken in three parts."""
+    from cosformer.ops.triton import blocks, run
+
+    monkeypatch.setattr(blocks, "INTERPRETED", blocks.Blocks(16, 1, *blocks.INTERPRETED[2:]))
+    monkeypatch.setattr(run, "SCRATCH", 1)
+    found, parts_of = [], run._Run.parts
+    monkeypatch.setattr(run._Run, "parts", lambda *args: found.append(parts_of(*args)) or found[-1])
+    yield
+    assert found and all([part.chunks for part in some] == [4, 3, 3] for some in found)
+
+
+LONG_ROWS = {"B": 2, "H": 1, "Hk": 1, "L": 150, "S": 150, "D": 6, "E": 5}
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("causal", "decay"), [(True, None), (True, "position"), (False, "head"), (False, "position")]
+)
+def test_a_long_axis_is_taken_in_parts(parts, causal, decay):
+    options = {"causal": causal, "decay": rates(decay, 2, 1, 150), "horizon": 200}
+    judge(on("triton"), *inputs(**LONG_ROWS), **options)
+
+
+@interpreted
+def test_a_state_goes_through_all_parts(parts):
+    """In and out, with gradients."""
+    q, k, v = inputs(**LONG_ROWS)
+    tensors = (q, k, v, rates("position", 2, 1, 150), torch.rand(2, 1, 12, 6))
+
+    def run(backend):
+        def call(q, k, v, decay, state):
+            out, after = linear.linear_stream(
+                q, k, v, State(state), decay=decay, horizon=200, relu=True, backend=backend
+            )
+            return torch.cat([out.flatten(), after.tensor.flatten()])
+
+        return call
+
+    expected, wanted = value_and_grads(run("torch"), [t.double() for t in tensors])
+    out, grads = value_and_grads(run("triton"), tensors)
+    for ours, theirs in zip((out, *grads), (expected, *wanted), strict=True):
+        assert_close(ours, theirs)
 
 
 @interpreted

@@ -5,9 +5,14 @@ import itertools
 import json
 import logging
 import math
+import os
+import shutil
 import subprocess
 import sys
+import weakref
+from collections import Counter
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,14 +20,17 @@ import pytest
 import torch
 from conftest import token_ids, toy_model
 from judge import inputs
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton_source import source
 
 from cosformer import bench
 from cosformer.bench import tune
 from cosformer.ops import _torch, _triton, checks, operator, trust
-from cosformer.ops.call import Backend, Call, Inputs
+from cosformer.ops.call import Backend, Call, Inputs, Upstream
 from cosformer.ops.triton import blocks
 
 ROOT = Path(__file__).parents[1]
+CALLS = ("causal, gated decay", "bidirectional", "bidirectional, gated decay")
 TARGETS = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}  # and their shared memory
 
 installed = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
@@ -53,7 +61,10 @@ def test_the_committed_table():
 
 
 def test_the_page_has_the_table():
-    page = (ROOT / "docs" / "gpu.md").read_text()
+    """And says how much of it was made from the kernels as they are."""
+    page, rows, present = (ROOT / "docs" / "gpu.md").read_text(), table(), source()
+    fresh = sum(row["source"] == present for row in rows)
+    assert f"{fresh} of its {len(rows)} rows were made from the kernels as they are" in page
     for target, size in itertools.product(TARGETS, (32, 64, 128, 256)):
         mine = [row for row in table() if (row["target"], row["size"]) == (target, size)]
         registers, shared = (max(row[name] for row in mine) for name in ("registers", "shared"))
@@ -78,8 +89,12 @@ def compile_ahead(*options: str) -> list[dict]:
 
 @installed
 def test_compiles_ahead_of_time():
-    """One part of the table anew. What a compiler counts is its version's, that nothing spills is ours."""
-    part = {"target": "sm_80", "dtype": "bfloat16", "size": 64, "call": "bidirectional"}
+    """One part of the table anew, each day another. What a compiler counts is its version's, that nothing
+    spills is ours."""
+    targets, dtypes, sizes, calls = list(TARGETS), ("bfloat16", "float16"), (32, 64, 128), CALLS
+    parts = list(itertools.product(targets, dtypes, sizes, calls))
+    chosen = parts[datetime.now(timezone.utc).date().toordinal() * 7 % len(parts)]
+    part = dict(zip(("target", "dtype", "size", "call"), chosen, strict=True))
     found = compile_ahead(*(f"--{name}s={value}" for name, value in part.items()))
     judge_compiled(found)
     expected = [row for row in table() if {name: row[name] for name in part} == part]
@@ -93,13 +108,32 @@ def test_all_compiles_ahead_of_time():
     judge_compiled(compile_ahead())
 
 
+@installed
+@pytest.mark.skipif(shutil.which("cc") is None, reason="a driver to look at launches is compiled")
+def test_a_launch_passes_what_the_kernel_takes(tmp_path):
+    """Through Triton's own launcher: packed, masked, grouped, gated and causal, forward and backward."""
+    command = [sys.executable, str(ROOT / "tests" / "triton_launch.py"), str(tmp_path)]
+    environment = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr[-3000:]
+    launches = [json.loads(line) for line in done.stdout.splitlines()]
+    assert [row["kernel"] for row in launches] == [
+        *("gather", "read"),
+        *("weigh", "gather", "grad"),
+        *("gather", "grad", "read"),
+    ]
+    for row in launches:
+        assert row["launches"] == 1 and not row["wrong"], row
+        assert row["grid"] == row["asked"] and row["parameters"] == row["passed"], row
+
+
 @pytest.fixture
 def built(monkeypatch):
     """The distinct kernels that calls on the triton backend would compile on a device that is not here."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime import JITFunction, driver
 
-    from cosformer.ops.triton import run
+    from cosformer.ops.triton import device
 
     found = set()
     absent = SimpleNamespace(
@@ -109,7 +143,7 @@ def built(monkeypatch):
     )
     monkeypatch.setattr(driver, "_active", absent)
     monkeypatch.setattr(JITFunction, "_do_compile", lambda self, key, *_: found.add((self.__name__, key)))
-    monkeypatch.setattr(run, "_described", lambda device: ("absent", TARGETS["sm_90"]))
+    monkeypatch.setattr(device, "described", lambda _: ("absent", TARGETS["sm_90"]))
     monkeypatch.setattr(operator, "choose", lambda *_: _triton.KERNELS)
     monkeypatch.setattr(checks, "readable", lambda x: False)  # nothing is computed
     return found
@@ -137,6 +171,62 @@ def test_a_model_compiles_few_kernels(built):
     before = set(built)
     step(1, 77)
     assert built == before
+
+
+class Live(TorchDispatchMode):
+    """Counts the bytes of the tensors that live within it, and the most there were at once."""
+
+    def __init__(self):
+        super().__init__()
+        self.users, self.bytes, self.peak = Counter(), {}, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for t in out if isinstance(out, (tuple, list)) else (out,):
+            storage = t.untyped_storage()
+            self.users[storage._cdata] += 1
+            self.bytes[storage._cdata] = storage.nbytes()
+            weakref.finalize(t, self.gone, storage._cdata)
+        self.peak = max(self.peak, sum(self.bytes.values()))
+        return out
+
+    def gone(self, storage):
+        self.users[storage] -= 1
+        if not self.users[storage]:
+            del self.bytes[storage]
+
+
+def beyond_results(backend, device, length, causal, gated, H=16):
+    """The bytes that a forward and a backward in bfloat16 hold at most, besides what they take and return."""
+    x = torch.empty(1, length, H, 64, dtype=torch.bfloat16, device=device).transpose(1, 2)
+    call, upstream = Call((2.0 * length,), causal=causal, relu=True), Upstream(x, None)
+    given = Inputs(x, x, x, torch.zeros(1, H, length, device=device) if gated else None)
+    with Live() as forward:
+        y = backend.forward(given, call)
+    with Live() as backward:
+        grads = backend.backward(upstream, given, y, call)
+    results = (sum(t.nbytes for t in some if t is not None) for some in (y, grads))
+    return [live.peak - size for live, size in zip((forward, backward), results, strict=True)]
+
+
+@installed
+@pytest.mark.parametrize(("causal", "gated"), [(True, True), (True, False), (False, True), (False, False)])
+def test_memory_does_not_grow_with_states(monkeypatch, causal, gated):
+    """A million tokens of 16 heads: states of all chunks would be 4 GiB. What grows with the length is less
+    than the native backend's, whose gradients are float32 until they are whole, but for a call that needs no
+    walk: there it is the scale and the unit of a query."""
+    from cosformer.ops import _native
+    from cosformer.ops.triton import device, run
+
+    monkeypatch.setattr(device, "described", lambda _: ("absent", TARGETS["sm_80"]))
+    monkeypatch.setattr(run, "_launch", lambda *_, **__: None)
+    length, heads = 2**20, 16
+    forward, backward = beyond_results(run, "meta", length, causal, gated, heads)
+    room = 1.5 * run.SCRATCH  # with the states at the ends of parts
+    assert forward < room, forward
+    growing = (backward - room) / (length * heads)
+    native = beyond_results(_native, "cpu", 256, causal, gated, heads)[1] / (256 * heads)
+    assert growing <= max(8, native), (growing, native)
 
 
 def test_blocks_serve_every_size():

@@ -1,8 +1,9 @@
 """Compiles the triton kernels for GPUs that need not be here: their registers, spills and shared memory.
 
-    python tests/triton_aot.py > benchmarks/triton.jsonl      # half an hour; the options choose a part
+    python tests/triton_aot.py --out benchmarks/triton.jsonl      # half an hour; the options choose a part
 
-The kernels are those of training steps, taken where the backend would launch them.
+The kernels are those of training steps, taken where the backend would launch them. A row has the hash of the
+sources it was made from; of a file that is there only what has another hash, or is missing, is compiled.
 """
 
 import argparse
@@ -12,6 +13,7 @@ import os
 import re
 import sys
 import tempfile
+from pathlib import Path
 
 os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as Triton has it today, said aloud
 os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
@@ -21,9 +23,10 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from triton_source import source
 
 from cosformer.ops.call import Call, Inputs, Upstream
-from cosformer.ops.triton import run
+from cosformer.ops.triton import device, run
 
 TARGETS = {  # and the bytes of shared memory that a program may use there
     "sm_80": (GPUTarget("cuda", 80, 32), 166912),
@@ -87,7 +90,7 @@ def training_step(call: str, dtype: torch.dtype, size: int) -> None:
 
 def rows(target: str, call: str, dtype: str, size: int):
     """One for each distinct kernel of a training step."""
-    device, shared = TARGETS[target]
+    chip, shared = TARGETS[target]
     found = {}
 
     def compiled(kernel, grid, *arguments, **options):
@@ -109,10 +112,10 @@ def rows(target: str, call: str, dtype: str, size: int):
             "shared": made.metadata.shared,
         }
 
-    driver.set_active(Absent(device))
+    driver.set_active(Absent(chip))
     run._launch = compiled
-    run._described = lambda device: (target, shared)
-    run._has_tf32 = lambda device: True
+    device.described = lambda _: (target, shared)
+    device.has_tf32 = lambda _: True
     training_step(call, DTYPES[dtype], size)
     return found.values()
 
@@ -123,11 +126,25 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", type=int, choices=SIZES, default=SIZES)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--calls", nargs="+", choices=CALLS, default=list(CALLS))
+    parser.add_argument("--out", type=Path, help="complete this file (default: print)")
     args = parser.parse_args()
-    print(json.dumps({"triton": triton.__version__, "torch": torch.__version__}))
-    for chosen in itertools.product(args.targets, args.calls, args.dtypes, args.sizes):
-        for row in rows(*chosen):
-            print(json.dumps(row), flush=True)
+    versions, present = {"triton": triton.__version__, "torch": torch.__version__}, source()
+    found: dict[tuple, list[dict]] = {kind: [] for kind in itertools.product(TARGETS, CALLS, DTYPES, SIZES)}
+    if args.out and args.out.exists():
+        for row in map(json.loads, args.out.read_text().splitlines()[1:]):
+            found[tuple(row[name] for name in ("target", "call", "dtype", "size"))].append(row)
+
+    def text() -> str:
+        lines = (versions, *(row for some in found.values() for row in some))
+        return "".join(json.dumps(line) + "\n" for line in lines)
+
+    for kind in itertools.product(args.targets, args.calls, args.dtypes, args.sizes):
+        if not found[kind] or any(row["source"] != present for row in found[kind]):
+            found[kind] = [{**row, "source": present} for row in rows(*kind)]
+            if args.out:
+                args.out.write_text(text())
+    if not args.out:
+        print(text(), end="")
 
 
 if __name__ == "__main__":

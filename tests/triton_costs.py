@@ -11,6 +11,7 @@ from typing import NamedTuple
 import torch
 
 from cosformer.ops.call import Call, Inputs, Upstream
+from cosformer.ops.triton import device as chips
 from cosformer.ops.triton import run
 
 HEADS, SIZE, TOKENS = 16, 64, 65536
@@ -43,19 +44,20 @@ def cost(kernel: str, grid: tuple[int, ...], arguments: tuple) -> Cost:
     for n in grid:
         programs *= n
     C, BK, BV, D, E, b = opt.C, opt.BK, opt.BV, opt.D, opt.E, 2
-    state = (2 if opt.cosine else 1) * BK * BV  # of one tile, in float32; and as many products a token
+    state = (2 if opt.cosine else 1) * BK * BV  # numbers of one tile; and as many products a token
     if kernel == "weigh":
         return Cost(programs * C * (2 * E * b + 12), 0)
     if kernel == "gather":
         steps, each = opt.steps * (arguments[1].stretch // 2 - 1), arguments[4]  # see tiles.odd
-        kept = 4 * state / opt.steps if each is not None else 0
+        kept = each.matrix.itemsize * state / opt.steps if each is not None else 0
         return Cost(
             programs * steps * (C * ((BK + BV) * b + 8) + kept), programs * steps * 2 * C * state, steps
         )
     across, inner, outer = (D, BK, BV) if kernel == "read" else (E, BV, BK)
-    states = sum(s is not None for s in arguments[-3:-1])
+    found = [s.matrix.itemsize for s in arguments[-3:-1] if s is not None]
+    states, stored = len(found), sum(found)
     loops = -(-across // inner)  # the program's own tile is `outer` wide; it walks `across`
-    read = C * (loops * inner + outer) * b + states * loops * state * 4 + C * 16
+    read = C * (loops * inner + outer) * b + loops * state * stored + C * 16
     operations = states * loops * 2 * C * state
     if opt.pairs:
         read += C * (loops * inner + outer) * b
@@ -68,7 +70,7 @@ def launches(device: Device, length: int, causal: bool, gated: bool) -> tuple[li
     """Those of a forward, and of a backward."""
     found: list[Cost] = []
     run._launch = lambda kernel, grid, *args, **options: found.append(cost(kernel.__name__, grid, args))
-    run._described = lambda _: (device.name, device.shared)
+    chips.described = lambda _: (device.name, device.shared)
     meta = {"device": "meta", "dtype": torch.bfloat16}
     x = torch.empty(TOKENS // length, length, HEADS, SIZE, **meta).transpose(1, 2)
     rates = torch.empty(TOKENS // length, HEADS, length, device="meta") if gated else None

@@ -187,6 +187,33 @@ class Cost(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Shared(Row):
+    """A training step of one sequence that several processes hold together, batch 1, one thread each.
+
+    Shares are of the step's time, as means over the processes.
+    """
+
+    kind = "shared"
+    about = ("mixer", "processes", "length", "size")
+    mixer: str
+    processes: int
+    length: int  # of the whole sequence
+    size: str
+    ms: float  # of the slowest process, the median of the samples
+    memory_mib: float  # the peak of the largest process, all of it
+    sent_bytes: int  # by the first process, in a step
+    waiting: float  # share in which a process had nothing to do but wait for a message
+    messages: float  # share in which a message was under way, with or without work beside it
+    scan: float  # share of combining the states of all processes
+    states: float  # share of making, reading and differentiating states, which one process need not
+    ms_at_once: float | None = None  # where every message is waited for at once: nothing beside it
+    ms_low: float | None = None
+    ms_high: float | None = None
+    samples: int | None = None
+    waited: float | None = None  # as in Cost
+
+
+@dataclass(frozen=True, kw_only=True)
 class Exactness(Row):
     """How far a backend is from the definition in float64, relative to the largest value."""
 

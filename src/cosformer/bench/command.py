@@ -33,6 +33,8 @@ def parser() -> argparse.ArgumentParser:
         " block sizes for this GPU (with --device cuda), for the --head-dims and --dtypes given")
     add("--mixers", nargs="+", metavar="NAME", help="measure these mixers instead, or `all`")
     add("--models", nargs="*", metavar="MIXER", help="measure whole models instead (needs the [hf] extra)")
+    add("--parallel", nargs="*", type=int, metavar="W", help="measure one sequence over 1, 2 and 4 processes,"
+        " or these (needs the [hf] extra)")
     add("--lengths", nargs="+", type=int, metavar="N", help="text lengths (default: a few up to 16384)")
     add("--head-dims", nargs="+", type=int, metavar="D", default=[64], help="of operators (default: 64)")
     add("--heads", type=int, default=8, help="of the operators (default: %(default)s)")
@@ -58,6 +60,8 @@ def settings(argv: list[str] | None) -> argparse.Namespace:
     """What was asked for; --quick changes only what was not."""
     args = parser().parse_args(argv)
     args.kind = "mixers" if args.mixers else "operators" if args.models is None else "models"
+    if args.parallel is not None:
+        args.kind = "parallel"
     args.seconds = args.seconds or (10.0 if args.quick else 60.0)
     args.longest_softmax = args.longest_softmax or (8192 if args.quick else 16384)
     args.causal = args.causal or ("yes" if args.quick else "both")
@@ -108,6 +112,7 @@ def _measure(args: argparse.Namespace) -> None:
     print(measure.disturbance(costs))
     if args.plot:
         from .. import report
+        from ..report import parallel
 
         rows: list[Row] = [here, *costs]
-        report.plot(rows, args.plot)
+        (parallel if args.kind == "parallel" else report).plot(rows, args.plot)

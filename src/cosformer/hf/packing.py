@@ -21,7 +21,8 @@ def packed_boundaries(position_ids: Tensor | None) -> Tensor | None:
         raise ValueError(
             "position_ids must count each sequence from 0: one sequence a row, or several packed into it; "
             f"got a row {shown}. A part of a sequence, or one in another order, has no meaning without its "
-            "beginning (context parallelism permutes sequences: it cannot be used with these models)"
+            "beginning (context parallelism permutes sequences: these models have cosformer.hf."
+            "sequence_parallel, or cosformer train --sequence-parallel, in its place)"
         )
     if len(begins) == len(position_ids):
         return None

@@ -130,6 +130,7 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
             past_key_values=past_key_values,
             inputs_embeds=self.dropout(embedded),
             use_cache=use_cache,
+            attention_mask=embedded.new_empty(0, 0, 0, 0),  # else Llama looks at positions, and waits
             key_mask=attention_mask,  # not as Llama's attention_mask: where it is traced that becomes L x L
             cu_seqlens=boundaries,
             shard=shard,

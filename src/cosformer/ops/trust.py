@@ -113,6 +113,8 @@ def doubt(name: str, ours: Backend, kind: Kind) -> str | None:
     """Why a backend is not to be trusted with a kind of call; the first such call waits for the answer."""
     try:
         reason = difference(ours, kind)
+    except torch.OutOfMemoryError:
+        raise  # says nothing of the backend: the call would not have had room either, and another may
     except Exception as error:  # a compiler's or a driver's: whatever it is, it must not end a training run
         reason = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
     if reason is not None:

@@ -81,7 +81,7 @@ def gather(side, axis, weights, first, each, last, opt: tl.constexpr):
         step = begin * opt.steps + n
         if opt.leftward:
             step = end * opt.steps - 1 - n
-        lo = step * opt.C
+        lo = (axis.skip * opt.steps + step) * opt.C
         if each is not None and n % opt.steps == 0:
             store_state(each, chunk + step // opt.steps, h, d, e, 0, S, z, opt)
             if opt.cosine:

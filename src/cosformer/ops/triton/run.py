@@ -2,54 +2,54 @@
 
 A bidirectional call without decay gathers one state and reads it: two launches. Any other walks: a state
 is carried along the axis of positions, and what enters each chunk is kept in scratch memory for the readers,
-who take all chunks at once. The backward does so for the queries, then for the keys. Nothing waits for the
-device.
+who take all chunks at once. Where that memory would pass SCRATCH bytes the axis is cut into parts, walked and
+read one after another. The backward does so for the queries, then for the keys. Nothing waits for the device.
 """
 
 import math
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from functools import cache, lru_cache
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..call import Call, Grads, Inputs, Outputs, Upstream, dense, theta
-from . import kernels
-from .blocks import INTERPRETED as BLOCKS
-from .blocks import Blocks, Tiles, blocks, fitted
-from .tiles import Axis, Options, Place, Side, States, Weights, odd
+from . import device, kernels
+from .blocks import Tiles
+from .packed import packed
+from .tiles import Axis, Options, Place, Side, States, Weights, odd, travelling
 
-INTERPRETED = triton.knobs.runtime.interpret  # on the CPU: slow, exact, for tests
+SCRATCH = 256 * 2**20  # bytes of states that enter chunks: with fewer there are more launches
 PROGRAMS = 512  # keep a device busy: a sum over all tokens is cut into stretches until there are as many
 
 
 def forward(x: Inputs, call: Call) -> Outputs:
     run, y = _Run(x, call), Outputs.empty(x, call)
-    states = run.entering(run.keys, x.state, y.after)
-    run.read(y.out, run.queries, run.keys, states, norm=y.norm)
+    for part, states in run.entering(run.keys, x.state, y.after):
+        run.read(y.out, run.queries, run.keys, part, states, norm=y.norm)
     return y
 
 
 def backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> Grads:
     run, grads = _Run(x, call), Grads.empty(x)
     q, k = run.weighed(upstream.dout, y), run.keys
-    known = None if run.walks else y.after  # the forward's one state
-    states = run.entering(k, x.state) if known is None else _Entering(_states(known))
-    dA_query = run.grad(grads.q, q, k, states)
-    del states  # its memory serves again
-    mirrors = run.entering(q, upstream.dafter, grads.state)
-    dA_key = run.grad(grads.k, k, q, mirrors)
-    run.read(grads.v, k, q, mirrors)
+    dA_query, dA_key = run.owed(q), run.owed(k)
+    for part, states in run.entering(k, x.state, known=None if run.walks else y.after):
+        run.grad(grads.q, dA_query, q, k, part, states)
+    for part, mirrors in run.entering(q, upstream.dafter, grads.state):
+        run.grad(grads.k, dA_key, k, q, part, mirrors)
+        run.read(grads.v, k, q, part, mirrors)
     if dA_query is None or dA_key is None:
         return grads
+    query, key = (t.sum(-1, dtype=torch.float64) for t in (dA_query, dA_key))
     if upstream.dafter is not None and x.k.shape[2]:  # the state handed out is faded, too
         assert y.after is not None
-        dA_key[:, :, -1] -= (upstream.dafter * y.after).sum((-2, -1))
-    return grads._replace(decay=run.rate_gradient(dA_query, dA_key))
+        key[:, :, -1] -= (upstream.dafter * y.after).sum((-2, -1))
+    return grads._replace(decay=run.rate_gradient(query, key))
 
 
 class _Party(NamedTuple):
@@ -60,6 +60,13 @@ class _Party(NamedTuple):
     heads: int
     group: int  # query heads that share one of them
     sees: str  # what is before it, after it, or both
+
+
+class _Part(NamedTuple):
+    """Chunks of every row that are walked and read together: so many, after those that are skipped."""
+
+    skip: int
+    chunks: int
 
 
 class _Entering(NamedTuple):
@@ -76,11 +83,12 @@ class _Run:
         self.x, self.call, self.device = x, call, x.q.device
         (self.B, self.H, L, D), (_, Hk, S, E) = x.q.shape, x.v.shape
         self.two_sided = call.two_sided(x)
+        self.kept = torch.bfloat16 if x.q.dtype == torch.bfloat16 else torch.float32  # see tiles.States
         self.walks = call.causal or self.two_sided
-        arithmetic = _arithmetic(x.q.dtype, self.device)
-        self.blocks = _blocks(D, E, 2 if arithmetic[1] is tl.bfloat16 else 4, self.device)
+        arithmetic = device.arithmetic(x.q.dtype, self.device)
+        self.blocks = device.blocks(D, E, 2 if arithmetic[1] is tl.bfloat16 else 4, self.device)
         C = self.blocks.chunk
-        self.packed = None if x.cu_seqlens is None else _packed(tuple(x.cu_seqlens.tolist()), C, self.device)
+        self.packed = None if x.cu_seqlens is None else packed(tuple(x.cu_seqlens.tolist()), C, self.device)
 
         rated = None if x.decay is None else ("head", "position")[x.decay.ndim == 3]
         self.options = Options(D, E, C, call.relu, call.cosine, rated, call.signed, *arithmetic)
@@ -94,6 +102,7 @@ class _Run:
         # On a walk both stand on one axis; queries far behind all keys move up to the next chunk there.
         start = min(call.q_offset, _up(S, C) * C) if self.walks else 0
         self.length = max(start + L, S)
+        self.rooms: dict[bool, States] = {}
         query = Side(*_strided(x.q), *_strided(None), None, None)
         key = Side(*_strided(x.k), *_strided(x.v), None, None)
         if x.key_mask is not None:
@@ -103,12 +112,13 @@ class _Run:
         self.queries = _Party(query, Place(L, start, call.q_offset - start), self.H, 1, sees[0])
         self.keys = _Party(key, Place(S, 0, 0), Hk, self.H // Hk, sees[1])
 
-    def axis(self, own: _Party, other: _Party | None = None) -> Axis:
-        """The axis along which a party gathers or reads."""
+    def axis(self, own: _Party, other: _Party | None = None, part: _Part | None = None) -> Axis:
+        """The axis along which a party gathers or reads, or a part of it."""
         length = self.length if self.walks else own.place.length
         rows, table = (self.B, None) if self.packed is None else (self.packed.rows, self.packed.table)
-        chunks, places = _up(length, self.options.C), (own.place, (other or own).place)
-        return Axis(self.H, rows, length, chunks, chunks, self.call.position, *places, table)
+        skip, chunks = part or (0, _up(length, self.options.C))
+        places = own.place, (other or own).place
+        return Axis(self.H, rows, length, chunks, skip, chunks, self.call.position, *places, table)
 
     def chunks(self, axis: Axis) -> int:
         """Of all rows."""
@@ -126,15 +136,49 @@ class _Run:
 
     # What enters chunks
 
-    def entering(self, party: _Party, first: Tensor | None, last: Tensor | None = None) -> _Entering:
-        """The states of one party as the other reads them; `last` receives the one after all tokens."""
+    def entering(
+        self, party: _Party, first: Tensor | None, last: Tensor | None = None, known: Tensor | None = None
+    ) -> Iterator[tuple[_Part | None, _Entering]]:
+        """Part by part, the states of one party as the other reads them; `last` receives the one after all
+        tokens. Where nothing walks there is one state, which may be known already."""
         if not self.walks:
-            return _Entering(_states(self.total(party, first, last)))
+            yield None, _Entering(_states(self.total(party, first, last) if known is None else known))
+            return
+        parts, rightward = self.parts(party), party.sees == "after"
         if self.two_sided:
-            return _Entering(self.walk(party), self.walk(party, leftward=True))
-        if party.sees == "after":
-            return _Entering(before=self.walk(party, first, last))
-        return _Entering(after=self.walk(party, first, last, leftward=True))
+            right, before = self.ends(party, parts), None
+            for part in parts:
+                after = self.carry() if part is not parts[-1] else None
+                states = self.walk(party, part, before, after)
+                yield part, _Entering(states, self.walk(party, part, right.pop(), leftward=True))
+                before = after
+            return
+        for number, part in enumerate(parts if rightward else reversed(parts)):
+            after = last if number == len(parts) - 1 else self.carry()
+            states = self.walk(party, part, first, after, leftward=not rightward)
+            yield part, _Entering(before=states) if rightward else _Entering(after=states)
+            first = after
+
+    def parts(self, party: _Party) -> list[_Part]:
+        """The axis in parts of nearly the same number of chunks; packed sequences stay in one."""
+        axis, (_, H, F, columns) = self.axis(party), self.call.state_shape(self.x.q, self.x.v)
+        each = axis.rows * H * F * (columns - 1) * self.kept.itemsize * (2 if self.two_sided else 1)
+        count = 1 if self.packed is not None else _up(axis.chunks, max(4, SCRATCH // max(1, each)))
+        edges = [_up(axis.chunks * i, max(1, count)) for i in range(max(1, count) + 1)]
+        return [_Part(a, b - a) for a, b in zip(edges, edges[1:])]
+
+    def ends(self, party: _Party, parts: list[_Part]) -> list[Tensor | None]:
+        """What enters each part from its right, that of the first part last."""
+        found: list[Tensor | None] = [None]
+        for part in reversed(parts[1:]):
+            after = self.carry()
+            self.gather(party, self.axis(party, part=part), found[-1], None, after, leftward=True)
+            found.append(after)
+        return found
+
+    def carry(self) -> Tensor:
+        """One state of every row."""
+        return self.sums(*self.call.state_shape(self.x.q, self.x.v))
 
     def total(self, party: _Party, first: Tensor | None, last: Tensor | None) -> Tensor:
         """The one state (rows, H, F, E + 1) of all tokens."""
@@ -152,17 +196,24 @@ class _Run:
         return last
 
     def walk(
-        self, party: _Party, first: Tensor | None = None, last: Tensor | None = None, leftward: bool = False
+        self, party: _Party, part: _Part, first: Tensor | None, last: Tensor | None = None, leftward=False
     ) -> States | None:
-        """The states that enter chunks, (chunks, H, F, E). What enters the only one of a row is `first`."""
-        axis, (_, H, F, columns) = self.axis(party), self.call.state_shape(self.x.q, self.x.v)
-        each, chunks = None, self.chunks(axis)
-        if (axis.chunks if self.packed is None else self.packed.most) > 1:
-            matrix, norm = self.sums(chunks, H, F, columns - 1), self.sums(chunks, H, F)
-            each = States(*_strided(matrix), *_strided(norm))
+        """The states that enter the chunks of a part, (chunks, H, F, E). What enters the only one of a row is
+        `first`."""
+        axis = self.axis(party, part=part)
+        several = (axis.chunks if self.packed is None else self.packed.most) > 1
+        each = self.room(self.chunks(axis), leftward and self.two_sided) if several else None
         if each is not None or last is not None:
             self.gather(party, axis, first, each, last, leftward=leftward)
         return each if each is not None or first is None else _states(first)
+
+    def room(self, chunks: int, another: bool) -> States:
+        """The same for every part, and for both passes of a backward: the device does one after another."""
+        if another not in self.rooms or len(self.rooms[another].matrix) < chunks:
+            _, H, F, columns = self.call.state_shape(self.x.q, self.x.v)
+            matrix = self.x.q.new_empty((chunks, H, F, columns - 1), dtype=self.kept)
+            self.rooms[another] = States(*_strided(matrix), *_strided(self.sums(chunks, H, F)))
+        return self.rooms[another]
 
     def sums(self, *shape: int) -> Tensor:
         return self.x.q.new_empty(shape, dtype=torch.float32)
@@ -185,7 +236,7 @@ class _Run:
     ) -> None:
         start, end = (None if t is None else _states(t) for t in (first, last))
         grid = self.gather_grid(axis, stretches)
-        tensors = party.side, odd(axis), self.weights, start, each, end
+        tensors = party.side, travelling(axis), self.weights, start, each, end
         tiles, steps = self.blocks.gather, self.blocks.steps
         changes = {
             "group": party.group,
@@ -196,24 +247,49 @@ class _Run:
         self.launch(kernels.gather, grid, tiles, *tensors, **changes)
 
     def read(
-        self, out: Tensor, own: _Party, other: _Party, states: _Entering, norm: Tensor | None = None
+        self,
+        out: Tensor,
+        own: _Party,
+        other: _Party,
+        part: _Part | None,
+        states: _Entering,
+        norm: Tensor | None = None,
     ) -> None:
         """What a party reads of the other's values; with a norm, divided by it."""
-        tiles, axis = self.blocks.read, self.axis(own, other)
+        tiles, axis = self.blocks.read, self.axis(own, other, part)
         grid = self.chunks(axis), _up(self.options.E, tiles.value), own.heads
-        tensors = *_strided(out), norm, self.call.eps, own.side, other.side, odd(axis), self.weights, *states
+        tensors = (
+            *_strided(out),
+            norm,
+            self.call.eps,
+            own.side,
+            other.side,
+            travelling(axis),
+            self.weights,
+            *states,
+        )
         self.launch(kernels.read, grid, tiles, *tensors, **self.sight(own, other))
 
-    def grad(self, out: Tensor, own: _Party, other: _Party, states: _Entering) -> Tensor | None:
-        """The gradient of a party's features; with decay, that of its A is returned: (B, H, length)."""
-        tiles, axis, dA = self.blocks.grad, self.axis(own, other), None
-        columns = _up(self.options.D, tiles.key)
-        if self.options.decay is not None:
-            dA = self.sums(self.B, self.H, own.place.length, columns)
-        grid = self.chunks(axis), columns, own.heads
-        tensors = *_strided(out), dA, own.side, other.side, odd(axis), self.weights, *states
+    def owed(self, party: _Party) -> Tensor | None:
+        """With decay, room for the gradient of a party's A, to be added up over the tiles of D."""
+        if self.options.decay is None:
+            return None
+        return self.sums(self.B, self.H, party.place.length, _up(self.options.D, self.blocks.grad.key))
+
+    def grad(
+        self,
+        out: Tensor,
+        dA: Tensor | None,
+        own: _Party,
+        other: _Party,
+        part: _Part | None,
+        states: _Entering,
+    ) -> None:
+        """The gradient of a party's features; with decay, also that of its A."""
+        tiles, axis = self.blocks.grad, self.axis(own, other, part)
+        grid = self.chunks(axis), _up(self.options.D, tiles.key), own.heads
+        tensors = *_strided(out), dA, own.side, other.side, travelling(axis), self.weights, *states
         self.launch(kernels.grad, grid, tiles, *tensors, **self.sight(own, other))
-        return None if dA is None else dA.sum(-1, dtype=torch.float64)
 
     def sight(self, own: _Party, other: _Party) -> dict[str, Any]:
         return {"group": own.group, "shared": other.group, "pairs": self.walks, "sees": own.sees}
@@ -221,7 +297,7 @@ class _Run:
     def launch(self, kernel: Any, grid: tuple[int, ...], tiles: Tiles, *tensors: Any, **changes: Any) -> None:
         if 0 in grid:
             return
-        options = replace(self.options, BK=tiles.key, BV=tiles.value, **changes)
+        options = _options(self.options, tiles.key, tiles.value, *changes.items())
         with _on(self.device):
             _launch(kernel, grid, *tensors, options, **tiles.launched)
 
@@ -242,57 +318,9 @@ class _Run:
         return (query.sum((0, 2)) + key.sum((0, 2))).to(self.x.decay.dtype)
 
 
-class _Packed(NamedTuple):
-    """Packed sequences, each a row, and their chunks."""
-
-    rows: int
-    chunks: int  # of all rows
-    most: int  # of one row
-    table: Tensor  # the boundaries, the first chunk of each row, the row of each chunk
-    begin: Tensor  # of the sequence of each token
-    end: Tensor
-
-
-@lru_cache(maxsize=8)  # for all layers of a model: to another device this is a transfer
-def _packed(boundaries: tuple[int, ...], chunk: int, device: torch.device) -> _Packed:
-    cu = torch.tensor(boundaries, device="cpu")
-    lengths, rows = cu.diff(), len(boundaries) - 1
-    counts = (lengths + chunk - 1) // chunk
-    first = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    table = torch.cat([cu, first, torch.arange(rows, device="cpu").repeat_interleave(counts)])
-    ends = (edge.repeat_interleave(lengths) for edge in (cu[:-1], cu[1:]))
-    tensors = (t.to(device, non_blocking=True) for t in (table, *ends))
-    return _Packed(rows, int(first[-1]), int(counts.max()), *tensors)
-
-
-def _arithmetic(dtype: torch.dtype, device: torch.device) -> tuple[Any, Any, str]:
-    """How matrix products round: see Options.
-
-    float16 has no room for sums over tokens; TF32 has that room, and as many digits.
-    """
-    if dtype == torch.bfloat16:
-        return tl.bfloat16, tl.float32 if INTERPRETED else tl.bfloat16, "ieee"
-    fast = dtype == torch.float16 or torch.backends.cuda.matmul.fp32_precision == "tf32"
-    return tl.float32, tl.float32, "tf32" if fast and _has_tf32(device) else "ieee"
-
-
-@cache
-def _has_tf32(device: torch.device) -> bool:
-    """Of AMD's devices the MI300 family has it."""
-    return not torch.version.hip or "gfx942" in torch.cuda.get_device_properties(device).gcnArchName
-
-
-def _blocks(D: int, E: int, bytes_: int, device: torch.device) -> Blocks:
-    if INTERPRETED:
-        return fitted(BLOCKS, D, E)
-    return blocks(D, E, bytes_, *_described(device))
-
-
-@cache
-def _described(device: torch.device) -> tuple[str, int]:
-    """A device's name, and the bytes of shared memory that one program may use."""
-    properties = triton.runtime.driver.active.utils.get_device_properties(device.index)
-    return torch.cuda.get_device_name(device), properties["max_shared_mem"]
+@lru_cache(maxsize=256)  # a launch costs the host as much as a small kernel takes
+def _options(options: Options, key: int, value: int, *changes: tuple[str, Any]) -> Options:
+    return replace(options, BK=key, BV=value, **dict(changes))
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:

@@ -25,9 +25,9 @@ class Side(NamedTuple):
 # off. It shall not for lengths and positions, so these travel as odd numbers above 1.
 
 
-def odd(n):
-    """How an integer travels, or each in a tuple."""
-    return 2 * n + 3 if isinstance(n, int) else type(n)(*map(odd, n)) if hasattr(n, "_fields") else n
+def odd(n: int) -> int:
+    """How an integer travels."""
+    return 2 * n + 3
 
 
 class Place(NamedTuple):
@@ -44,7 +44,8 @@ class Axis(NamedTuple):
     heads: int  # of the queries
     rows: int
     length: int  # positions of a row
-    chunks: int  # of a row
+    chunks: int  # of a row, or of the part of it that a launch takes ...
+    skip: int  # ... and before that part
     stretch: int  # chunks that one program of `gather` walks
     position: int  # of the axis' start among the angles
     own: Place  # of the side that gathers or reads
@@ -52,8 +53,18 @@ class Axis(NamedTuple):
     table: Any = None  # packed: the boundaries, the first chunk of each row, the row of each chunk
 
 
+def travelling(axis: Axis) -> Axis:
+    """The axis with its integers as they travel."""
+    *numbers, own, other, table = axis
+    places = (Place(*[2 * n + 3 for n in place]) for place in (own, other))
+    return Axis(*[2 * n + 3 for n in numbers], *places, table)
+
+
 class States(NamedTuple):
-    """Matrices (n, H, F, E) and normalisers (n, H, F), one of each for a chunk or for a row."""
+    """Matrices (n, H, F, E) and normalisers (n, H, F), one of each for a chunk or for a row.
+
+    Those of chunks have the dtype to which a factor of a matrix product is rounded: nothing else reads them.
+    """
 
     matrix: Any
     strides: tuple
@@ -125,8 +136,9 @@ def plain(axis):
     """The axis with its integers as they are."""
     a = axis
     heads, rows, length, chunks = even(a.heads), even(a.rows), even(a.length), even(a.chunks)
+    skip, stretch, position = even(a.skip), even(a.stretch), even(a.position)
     own, other = plain_place(a.own), plain_place(a.other)
-    return Axis(heads, rows, length, chunks, even(a.stretch), even(a.position), own, other, a.table)
+    return Axis(heads, rows, length, chunks, skip, stretch, position, own, other, a.table)
 
 
 @triton.jit
@@ -141,7 +153,7 @@ def plain_weights(weights):
 def chunk_at(axis, index):
     """Of all chunks the index-th: its row, and its number in the row."""
     if axis.table is None:
-        return index // axis.chunks, index % axis.chunks
+        return index // axis.chunks, axis.skip + index % axis.chunks
     else:
         r = tl.load(axis.table + 2 * (axis.rows + 1) + index)
         return r, index - tl.load(axis.table + axis.rows + 1 + r)
@@ -149,7 +161,7 @@ def chunk_at(axis, index):
 
 @triton.jit
 def row_at(axis, r):
-    """A row's place in the batch, first token, number of positions, first chunk, number of chunks."""
+    """A row's place in the batch, first token, number of positions, first of all chunks, number of chunks."""
     if axis.table is None:
         return r.to(tl.int64), 0, axis.length, r * axis.chunks, axis.chunks
     else:
@@ -181,7 +193,7 @@ def tokens_at(side, place, axis, r, lo, opt: tl.constexpr):
 def tile_at(x, strides, at, h, column):
     """Pointers to columns of a tensor (B, heads, length, size): (C, columns)."""
     row = x + at.b * strides[0] + h * strides[1] + at.t * strides[2]
-    return row[:, None] + column[None, :] * strides[3]
+    return row[:, None] + column.to(tl.int64)[None, :] * strides[3]
 
 
 @triton.jit
