@@ -57,7 +57,8 @@ def parser() -> argparse.ArgumentParser:
 def settings(argv: list[str] | None) -> argparse.Namespace:
     """What was asked for; --quick changes only what was not."""
     args = parser().parse_args(argv)
-    args.kind = "mixers" if args.mixers else "operators" if args.models is None else "models"
+    args.kind = "operators" if args.models is None else "models"
+    args.kind = "mixers" if args.mixers else args.kind
     args.seconds = args.seconds or (10.0 if args.quick else 60.0)
     args.longest_softmax = args.longest_softmax or (8192 if args.quick else 16384)
     args.causal = args.causal or ("yes" if args.quick else "both")
