@@ -256,6 +256,8 @@ def test_the_oldest_libraries_are_those_that_are_tested():
     assert admitted
     floors = dict(word.split(">=") for word in ast.literal_eval(admitted[1]))
     assert floors == {name: tested[name] for name in floors}
+    page = (ROOT / "docs" / "hugging-face.md").read_text()
+    assert f"transformers {floors['transformers']} is the oldest supported version" in page
 
 
 def test_every_file_says_its_job():
