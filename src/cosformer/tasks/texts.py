@@ -39,14 +39,22 @@ class Prepared:
         return stored(name, noted, vocab_size=self.encoder.size, cache=self.source.cache, **known)
 
     def task(
-        self, name: str, length: int, *, single: str, pair: str = "$A $B", packed: bool = False, **fields: Any
+        self,
+        name: str,
+        length: int,
+        *,
+        single: str,
+        pair: str = "$A $B",
+        packed: bool = False,
+        settings: Mapping[str, Any],
+        notes: Iterable[str] = (),
+        **fields: Any,
     ) -> Task:
         """The task over these texts; its saved tokenizer writes them as `single` and `pair` say."""
-        chosen, notes = fields.pop("settings", {}), fields.pop("notes", ())
         return Task(
             name=name,
             collate=Collate(self.encoder.special.pad, packed=packed),
-            settings={"length": length, **chosen, **self.settings},
+            settings={"length": length, **settings, **self.settings},
             left_out=tuple(self.facts["left_out"]),
             notes=(*self.encoder.notes, *notes),
             **self.encoder.fields(self.key["content"], length, single=single, pair=pair),
