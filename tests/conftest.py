@@ -1,6 +1,7 @@
 """What every test shares: the backends to run on, fixed seeds, and fresh memory poisoned with NaN."""
 
 import itertools
+import json
 import lzma
 import os
 import pickle
@@ -306,6 +307,13 @@ def python_of(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
+@pytest.fixture
+def own_cache(tmp_path, monkeypatch):
+    """A folder of the test's own for prepared data."""
+    monkeypatch.setenv("COSFORMER_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
 # Made-up files in the form of Long-Range Arena's, for the tasks and whatever trains on them.
 
 
@@ -412,6 +420,13 @@ def same(a, b) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def losses(out="run", key="loss") -> dict[int, float]:
+    """What a run has logged, by step."""
+    from cosformer.train.progress import read
+
+    return {row["step"]: row[key] for row in read(Path(out) / "metrics.jsonl") if key in row}
+
+
 def steps(out="run", key="loss") -> list[int]:
     """The steps of which a run has logged something."""
     from cosformer.train.progress import read
@@ -441,6 +456,14 @@ def Signal(step: int, number: int = signal.SIGINT, times: int = 1):
 
 
 # What several processes do together.
+
+
+def two_sets(folder: Path) -> None:
+    """Texts of several lengths, texts.jsonl, and labelled rows, rows.csv."""
+    texts = [f"row {i}: " + "abc de fgh. " * (1 + i % 7) for i in range(150)]
+    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    rows = [f"number {i} was {'good' if i % 3 else 'bad'},{'yes' if i % 3 else 'no'}" for i in range(150)]
+    (folder / "rows.csv").write_text("\n".join(["text,label", *rows]))
 
 
 def torchrun(*command: str, processes: int = 2) -> subprocess.Popen:

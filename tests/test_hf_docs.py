@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import python_of
 
 pytest.importorskip("transformers")
 
@@ -14,7 +15,7 @@ PAGE = Path(__file__).parent.parent / "docs" / "hugging-face.md"
 def test_every_snippet_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.manual_seed(0)
-    snippets = re.findall(r"^```python\n(.*?)^```", PAGE.read_text(), re.M | re.S)
+    snippets = python_of(PAGE)
     assert len(snippets) > 10
     namespace: dict = {}
     for snippet in snippets:

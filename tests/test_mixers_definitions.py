@@ -265,8 +265,23 @@ def test_rope_with_softmax_is_rotated_softmax():
     assert_close(toy_mixer("softmax+rope")(q, k, v), masked_softmax(a, b, v, past(12, False)))
 
 
-@pytest.mark.parametrize("name", ["sine_spe", "conv_spe"])
-def test_spe_has_its_template_in_the_mean(name):
+def sine_template(spe, distance):
+    """P_d(t) = sum_s a_ds^2 cos(2 pi f_ds t + b_ds): (H, D, *distance.shape)."""
+    a, f, b = (t[..., None, None] for t in (spe.gain, spe.frequency, spe.offset))
+    return (a.square() * torch.cos(2 * math.pi * f * distance + b)).sum(2)
+
+
+def conv_template(spe, distance):
+    """P_d(t) = sum_p x_d(p) y_d(p - t)."""
+    p = torch.arange(spe.taps)
+    other = p - distance[..., None]
+    inside = (other >= 0) & (other < spe.taps)
+    y = spe.key_filter[:, :, other.clamp(0, spe.taps - 1)]
+    return (spe.query_filter[:, :, p.expand_as(other)] * y * inside).sum(-1)
+
+
+@pytest.mark.parametrize("name, template", [("sine_spe", sine_template), ("conv_spe", conv_template)])
+def test_spe_has_its_template_in_the_mean(name, template):
     torch.manual_seed(0)
     spe = companion(name)(HEADS, DIM, 16).double()
     with torch.no_grad():
@@ -274,7 +289,7 @@ def test_spe_has_its_template_in_the_mean(name):
             p.add_(0.3 * torch.randn_like(p))
     q, k, _ = qkv(10)
     i, j = grid(10)
-    wanted = torch.einsum("bhmd,bhnd,hdmn->bhmn", q, k, spe.template(i - j))
+    wanted = torch.einsum("bhmd,bhnd,hdmn->bhmn", q, k, template(spe, i - j))
     draws = []
     for seed in range(300):
         spe.redraw(seed)

@@ -7,8 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from conftest import python_of
+
 ROOT = Path(__file__).parents[1]
-BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "adding-a-mechanism.md").read_text(), re.S)
+BLOCKS = python_of(ROOT / "docs" / "adding-a-mechanism.md")
 
 
 def test_the_document_adds_mechanisms_that_keep_the_contract(tmp_path):

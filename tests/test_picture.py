@@ -26,5 +26,3 @@ def test_a_picture_is_drawn_of_the_matrices_themselves(tmp_path, monkeypatch, ca
     past = torch.ones(12, 12, dtype=torch.bool).tril() if causal else torch.ones(12, 12, dtype=torch.bool)
     softmax = (q @ k.mT / math.sqrt(8))[0, 0].masked_fill(~past, -math.inf).softmax(-1)
     assert_close(torch.from_numpy(drawn["softmax"]), softmax.masked_fill(~past, math.nan), equal_nan=True)
-    with pytest.raises(ValueError, match="q and k are given together"):
-        picture.draw(["softmax"], path, q=q)

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from conftest import python_of
 
 ROOT = Path(__file__).parents[1]
 OWN_TEST = {"adding-a-mechanism.md", "hugging-face.md", "tasks.md"}  # executed elsewhere, each in its own way
@@ -13,7 +14,7 @@ PAGES = [ROOT / "README.md", *sorted(p for p in (ROOT / "docs").glob("*.md") if 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
 def test_python_runs(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), re.S)
+    blocks = python_of(page)
     session: dict = {}
     for block in blocks:
         exec(compile(block, page.name, "exec"), session)

@@ -14,7 +14,7 @@ import pytest
 from conftest import accuracy, cost, invented, quality
 
 from cosformer import report, results
-from cosformer.report import cells, chart, costs, figures, paper, style, summary, tables
+from cosformer.report import cells, chart, costs, figures, style, summary, tables
 from cosformer.report.cells import Measured
 
 pytest.importorskip("matplotlib")
@@ -260,7 +260,7 @@ def test_scales(values):
 @pytest.mark.parametrize("name", ["finetune", "lra"])
 def test_the_papers_averages(name):
     """A slip in copying would show: the last column is the mean of the others."""
-    for model, row in paper.TABLES[name].rows.items():
+    for model, row in tables.PAPER[name].rows.items():
         *values, average = map(float, row.split())
         if model != "Sinkhorn":  # printed like this
             assert sum(values) / len(values) == pytest.approx(average, abs=0.011), model

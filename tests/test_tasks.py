@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import aan, cifar, imdb
+from conftest import aan, cifar, imdb, python_of
 
 from cosformer import tasks
 from cosformer.tasks import cache, generated, pathfinder, texts, tokens
@@ -322,11 +322,11 @@ def test_self_pretraining_hides_the_tasks_own_inputs(name, tmp_path):
         tasks.pretraining(tasks.build("copy", examples=few))
 
 
-PAGE = (Path(__file__).parents[1] / "docs" / "tasks.md").read_text()
+PAGE = Path(__file__).parents[1] / "docs" / "tasks.md"
 
 
 def test_the_documentation_runs(tmp_path, monkeypatch):
-    blocks = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+    blocks = python_of(PAGE)
     assert len(blocks) >= 4
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COSFORMER_CACHE", str(tmp_path / "cache"))
@@ -334,7 +334,7 @@ def test_the_documentation_runs(tmp_path, monkeypatch):
 
 
 def test_the_documentation_has_the_constants():
-    page = " ".join(PAGE.split())
+    page = " ".join(PAGE.read_text().split())
     assert f"up to {tokens.MOST:,} entries" in page
     assert f"it holds {texts.HELD} % of the training texts and is at most {texts.LONGEST:,}" in page
     assert all(f"windows of `length` ({tasks.settings(name)['length']})" in page for name in ("lm", "mlm"))

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from cosformer import tasks
 from cosformer.tasks import DataError, build, cu_seqlens
-from cosformer.tasks.collate import Collate
+from cosformer.tasks.contract import Collate
 from cosformer.tasks.corpus import Corpus
 from cosformer.tasks.packing import Masked, Packed
 from cosformer.tasks.reading import BadRows
@@ -36,11 +36,7 @@ TEXTS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    folder = tmp_path / "cache"
-    monkeypatch.setenv("COSFORMER_CACHE", str(folder))
-    return folder
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def leftovers(cache: Path) -> list[Path]:
@@ -370,34 +366,34 @@ def test_bare_vocabularies_are_read(tmp_path):
 # cache
 
 
-def test_prepared_data_is_made_once_and_again_when_anything_changes(tmp_path, cache):
+def test_prepared_data_is_made_once_and_again_when_anything_changes(tmp_path, own_cache):
     path = write_rows(tmp_path, ".csv")
     build = partial(tasks.build, tokenizer="bytes")
     build("classify", data=path)
-    before = {p.name: p.stat().st_mtime_ns for p in cache.iterdir()}
+    before = {p.name: p.stat().st_mtime_ns for p in own_cache.iterdir()}
     build("classify", data=path)
-    assert {p.name: p.stat().st_mtime_ns for p in cache.iterdir()} == before, "made twice"
+    assert {p.name: p.stat().st_mtime_ns for p in own_cache.iterdir()} == before, "made twice"
     build("classify", data=path, length=64)
-    assert {p.name for p in cache.iterdir()} == set(before), "what is kept does not depend on the length"
+    assert {p.name for p in own_cache.iterdir()} == set(before), "what is kept does not depend on the length"
     for change in ({"seed": 1}, {"holdout": 0.2}, {"label": "label"}):
         build("classify", data=path, **change)
-        after = {p.name for p in cache.iterdir()}
+        after = {p.name for p in own_cache.iterdir()}
         assert len(after) == len(before) + 1, f"{change} did not change the key"
         before = dict.fromkeys(after)
     path.write_text(path.read_text().replace("fox", "cat"))
     assert any("cat" in text for text, _ in contents(build("classify", data=path))[0])
     moved = path.rename(tmp_path / "renamed.csv")
     build("classify", data=moved)
-    assert len(list(cache.iterdir())) == len(before) + 1, "the key must depend on the content, not the path"
+    assert len(list(own_cache.iterdir())) == len(before) + 1, "the key is the content, not the path"
 
 
-def test_a_failure_leaves_nothing_behind(tmp_path, cache):
+def test_a_failure_leaves_nothing_behind(tmp_path, own_cache):
     path = write_rows(tmp_path, ".csv")
     with open(path, "a") as file:
         file.write("only one field\n")
     with pytest.raises(DataError, match=r"data.csv:62: expected 2 fields \(text, label\), got 1"):
         build("classify", data=path)
-    assert not leftovers(cache)
+    assert not leftovers(own_cache)
 
 
 def test_a_cache_by_argument_and_two_processes_at_once(tmp_path):
@@ -509,14 +505,14 @@ def put(folder: Path, name: str, content: bytes) -> Path:
         ("text", "a.tsv", b"1\t9\t0\tfine\n", "expected a folder with files named train and test"),
     ],
 )
-def test_what_is_wrong_is_said_with_file_and_line(tmp_path, cache, task, name, content, message):
+def test_what_is_wrong_is_said_with_file_and_line(tmp_path, own_cache, task, name, content, message):
     path = put(tmp_path, name, content)
     with pytest.raises(DataError, match=message):
         build(task, data=path)
-    assert not leftovers(cache)
+    assert not leftovers(own_cache)
 
 
-def test_labels_outside_the_set(tmp_path, cache):
+def test_labels_outside_the_set(tmp_path, own_cache):
     put(tmp_path, "d/train.tsv", b"text\tlabel\na\t0\nb\t1\n")
     put(tmp_path, "d/valid.tsv", b"text\tlabel\na\t0\nb\t2\n")
     put(tmp_path, "d/test.tsv", b"text\tlabel\na\t0\n")
@@ -524,7 +520,7 @@ def test_labels_outside_the_set(tmp_path, cache):
         build("classify", data=tmp_path / "d")
     with pytest.raises(DataError, match=r"train\.tsv:3: label '1' is not one of 0, 2"):
         build("classify", data=tmp_path / "d", labels=[0, 2])
-    assert not leftovers(cache)
+    assert not leftovers(own_cache)
     assert build("classify", data=tmp_path / "d", labels=[0, 1, 2]).labels == ("0", "1", "2")
 
 

@@ -33,10 +33,7 @@ WORDS = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def own_cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("COSFORMER_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache"
+pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def news(path: Path, count: int = 300, longest: int = 40) -> Path:
@@ -196,6 +193,8 @@ def test_lists_are_given_by_comma(tmp_path):
         "classify", data=tmp_path / "x.csv", columns="label, text", labels="yes,no", tokenizer="bytes"
     )
     assert task.labels == ("yes", "no")
+    texts = build("lm", data=tmp_path / "x.csv", columns="label,text", tokenizer="bytes", length=32)
+    assert "text number 0" in texts.tokenizer.decode(texts.train.table.values("tokens")[:40])
     assert len(build("copy", examples="30,4,5").train) == 30
     for wrong, message in (
         ("30,4", "examples takes 3 numbers, of train, validation, test; got '30,4'"),

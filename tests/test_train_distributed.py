@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import torchrun
+from conftest import losses, torchrun, two_sets
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback
@@ -94,19 +94,12 @@ def work(folder: Path) -> None:
 
 def prepare(folder: Path) -> None:
     """The data, the runs of two processes, and the same in one."""
-    texts = [f"row {i}: " + "abc de fgh. " * (1 + i % 7) for i in range(150)]
-    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    rows = [f"number {i} was {'good' if i % 3 else 'bad'},{'yes' if i % 3 else 'no'}" for i in range(150)]
-    (folder / "rows.csv").write_text("\n".join(["text,label", *rows]))
+    two_sets(folder)
     process = torchrun(__file__, str(folder))
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
     for task in TASKS:
         train.train(run_of(folder, task, "alone", processes=1), watch=Shards(folder / f"{task}-alone"))
-
-
-def losses(out: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in read(out / "metrics.jsonl") if "loss" in row}
 
 
 def losses_are_those_of_one(folder, task, how):

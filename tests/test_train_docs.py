@@ -13,7 +13,10 @@ import pytest
 
 pytest.importorskip("transformers")
 
+from cosformer import tasks
 from cosformer.__main__ import main
+from cosformer.hf import CosformerEncoderConfig
+from cosformer.train import models, settings
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "train.md").read_text()
@@ -108,3 +111,13 @@ def test_every_command_of_several_processes(folder, command):
     ]
     made = subprocess.run(line, env=given, capture_output=True, text=True, timeout=120)
     assert made.returncode == 0, made.stderr[-2000:]
+
+
+def test_the_documentation_has_the_defaults():
+    page, size, rows = " ".join(PAGE.split()), models.SIZES[settings.Run.size], settings.ROWS
+    steps, length = settings.DEFAULTS["max_steps"], tasks.settings("lm")["length"]
+    assert f"{length} tokens in a row, {size.layers} layers of width {size.width}, {steps:,} steps" in page
+    assert f"steps of {rows[0]} rows (of shorter texts more, up to {rows[1]})" in page
+    *first, last = models.SIZES
+    assert f"`--size` is {', '.join(first)} or {last};" in page
+    assert CosformerEncoderConfig.pooling == "max" and "a text is the maximum over its tokens unless" in page

@@ -14,14 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
-from conftest import go, torchrun
+from conftest import go, losses, torchrun, two_sets
 from conftest import run_of as small_run
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from cosformer import train
 from cosformer.train.parallel import refuse_others
-from cosformer.train.progress import read
 
 STEPS = 30
 JOBS = {  # task, settings, steps
@@ -52,17 +51,6 @@ def work(folder: Path) -> None:
     torch.distributed.destroy_process_group()
 
 
-def write_data(folder: Path) -> None:
-    texts = [f"row {i}: " + "abc de fgh. " * (1 + i % 7) for i in range(150)]
-    (folder / "texts.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    rows = [f"number {i} was {'good' if i % 3 else 'bad'},{'yes' if i % 3 else 'no'}" for i in range(150)]
-    (folder / "rows.csv").write_text("\n".join(["text,label", *rows]))
-
-
-def losses(out: Path) -> dict[int, float]:
-    return {row["step"]: row["loss"] for row in read(out / "metrics.jsonl") if "loss" in row}
-
-
 def same(found: Path, wanted: Path) -> None:
     assert losses(found) == pytest.approx(losses(wanted), abs=1e-4)
     a, b = (load_file(out / "model.safetensors") for out in (found, wanted))
@@ -79,7 +67,7 @@ def same(found: Path, wanted: Path) -> None:
 
 def test_two_processes_share_each_sequence(tmp_path):
     """One test, so that the processes are started once."""
-    write_data(tmp_path)
+    two_sets(tmp_path)
     process = torchrun(__file__, str(tmp_path))
     said, _ = process.communicate(timeout=300)
     assert process.returncode == 0, said
@@ -135,7 +123,7 @@ def wait_for_checkpoint(process, out: Path) -> None:
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_process_that_does_not_answer_is_named(tmp_path, how, rank):
-    write_data(tmp_path)
+    two_sets(tmp_path)
     out = tmp_path / "run"
     process = command(tmp_path, "--out", str(out), "--max_steps", "100000", "--ddp_timeout", "15")
     wait_for_checkpoint(process, out)
@@ -147,7 +135,7 @@ def test_a_process_that_does_not_answer_is_named(tmp_path, how, rank):
 
 @pytest.mark.slow
 def test_it_goes_on_after_a_kill(tmp_path):
-    write_data(tmp_path)
+    two_sets(tmp_path)
     whole, out = tmp_path / "whole", tmp_path / "run"
     said, _ = (process := command(tmp_path, "--out", str(whole))).communicate(timeout=200)
     assert process.returncode == 0, said

@@ -37,16 +37,14 @@ def load(directory: str | Path):
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        model = auto.from_pretrained(directory, local_files_only=True, **attention_of(config))
+        # A foreign architecture that carries cosFormer options was trained so; its config does not say it.
+        foreign = getattr(config, "cosformer", None) is not None
+        attention = {"attn_implementation": "cosformer"} if foreign else {}
+        model = auto.from_pretrained(directory, local_files_only=True, **attention)
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
     except Exception as error:  # of a damaged file tokenizers raises just that
         raise SystemExit(f"--model {directory}: {' '.join(str(error).split())}") from error
     return model.eval(), tokenizer
-
-
-def attention_of(config) -> dict:
-    """A foreign architecture that carries cosFormer options was trained so; its config does not say it."""
-    return {"attn_implementation": "cosformer"} if getattr(config, "cosformer", None) is not None else {}
 
 
 def most_tokens(config) -> float:
@@ -58,10 +56,10 @@ def most_tokens(config) -> float:
         made = [config.mixer_of(name, heads=heads, size=2) for name in dict.fromkeys(config.layer_mixers)]
         horizon = min(mixer.reach for mixer in made)
     else:  # a foreign architecture; softmax's limit is its own affair
-        limited = getattr(config, "cosformer", None) is not None
-        given = config.cosformer.get("horizon") if limited else None
-        learned = limited and given is None  # it may have a vector for each of its positions
-        horizon = (max_positions(config) if given is None else given) if limited else math.inf
+        options = getattr(config, "cosformer", None)
+        given = math.inf if options is None else options.get("horizon")
+        learned = given is None  # it may have a vector for each of its positions
+        horizon = max_positions(config) if given is None else given
     reach = horizon if horizon == math.inf else int(horizon) + 1  # first and last may lie a horizon apart
     return min(reach, max_positions(config)) if learned else reach
 
@@ -75,9 +73,8 @@ def new_tokens(config, *, prompt: int, asked: int | None) -> int:
     """The number of tokens to write; SystemExit where there is no room for what was asked."""
     most, left = most_tokens(config), room(config, prompt=prompt)
     if left < 1:
-        raise SystemExit(
-            f"--prompt has {prompt} tokens, but this model reads at most {most}; give a shorter one"
-        )
+        told = f"--prompt has {prompt} tokens, but this model reads at most {most}"
+        raise SystemExit(f"{told}; give a shorter one")
     if asked is None:
         return int(min(DEFAULT_NEW_TOKENS, left))
     if asked > left:
@@ -126,20 +123,17 @@ class Pieces:
 
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("cosformer generate", description=__doc__)
-    p.add_argument(
-        "--model", required=True, metavar="DIR", help="written by save_pretrained, with a tokenizer"
-    )
-    p.add_argument(
-        "--prompt", required=True, help="the text to continue, or - to read it from standard input"
-    )
-    room = f"default: {DEFAULT_NEW_TOKENS}, or fewer where the model's horizon leaves less room"
-    p.add_argument("--max-new-tokens", type=int, help=room)
-    likeliest = "0, the default, takes the likeliest token; higher is more varied"
-    p.add_argument("--temperature", type=float, default=0.0, help=likeliest)
-    p.add_argument(
-        "--top-k", type=int, default=50, help="sample among so many (with --temperature; default: 50)"
-    )
-    p.add_argument("--seed", type=int, default=0, help="decides the sample (with --temperature; default: 0)")
+    add = p.add_argument
+    # fmt: off
+    add("--model", required=True, metavar="DIR", help="written by save_pretrained, with a tokenizer")
+    add("--prompt", required=True, help="the text to continue, or - to read it from standard input")
+    add("--max-new-tokens", type=int,
+        help=f"default: {DEFAULT_NEW_TOKENS}, or fewer where the model's horizon leaves less room")
+    add("--temperature", type=float, default=0.0,
+        help="0, the default, takes the likeliest token; higher is more varied")
+    add("--top-k", type=int, default=50, help="sample among so many (with --temperature; default: 50)")
+    add("--seed", type=int, default=0, help="decides the sample (with --temperature; default: 0)")
+    # fmt: on
     return p
 
 

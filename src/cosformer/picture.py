@@ -35,32 +35,22 @@ def draw(
     head_dim: int = 32,
     causal: bool = False,
     seed: int = 0,
-    q: Tensor | None = None,
-    k: Tensor | None = None,
-    options: dict[str, dict] | None = None,
 ) -> Path:
     """Draw one panel for each mixer, and the cosine of the distance, to the PNG at `path`.
-
-    q and k are (1, 1, L, D) and (1, 1, S, D), by default an example made from `seed`; `options` holds options
-    by mixer name.
 
     >>> draw(["softmax", "cosformer-paper", "relu"], "attention.png")
     """
     from .report import matrices  # matplotlib is an extra
 
-    if (q is None) != (k is None):
-        raise ValueError("q and k are given together, or neither is")
-    if q is None or k is None:
-        q, k = example(length, head_dim, seed=seed)
-    L, S, D = q.shape[2], k.shape[2], q.shape[3]
+    q, k = example(length, head_dim, seed=seed)
     panels = {}
     for name in mixers:
-        mixer = build(name, heads=1, head_dim=D, max_length=max(L, S), **(options or {}).get(name, {}))
+        mixer = build(name, heads=1, head_dim=head_dim, max_length=length)
         with torch.no_grad():
             matrix = weights(mixer, q, k, x=q[:, 0], causal=causal)  # one head: the input may be the query
             panels[style.name(name)] = matrix[0, 0].float()
-    lag = torch.arange(L)[:, None] - torch.arange(S)
-    panels["cosine of the distance"] = torch.cos(math.pi / 2 * lag / max(L, S))
+    lag = torch.arange(length)[:, None] - torch.arange(length)
+    panels["cosine of the distance"] = torch.cos(math.pi / 2 * lag / length)
     if causal:  # the future is left blank: a zero would look like a weight that happens to be small
         panels = {name: matrix.masked_fill(lag < 0, math.nan) for name, matrix in panels.items()}
     return matrices({name: matrix.numpy() for name, matrix in panels.items()}, path)

@@ -72,41 +72,47 @@ class Run(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Quality(Row):
-    """One mixer trained on one subject with one seed, and scored on its test set."""
+class Trained(Row):
+    """What is known of any training: of one mixer, on one subject, with one seed and rate."""
+
+    subject: str  # its name in the plan; rows of a subject can be compared
+    mixer: str  # a name, or the layers of a hybrid: "cosformer*3, softmax+rope"
+    seed: int
+    steps: int
+    rate: float  # of learning
+    metric: str
+    greater_is_better: bool
+    command: str
+    status: Status
+    reason: str | None = None  # why it is not done
+    value: float | None = None  # the metric on the test set; in a search, on the validation set
+    seconds: float | None = None  # of training alone; in a search, of all of it
+
+
+@dataclass(frozen=True, kw_only=True)
+class Quality(Trained):
+    """A training with the rate that was best on the validation set, scored on the test set."""
 
     kind = "quality"
     about = ("subject", "mixer", "seed", "size", "length", "steps")
-    subject: str  # its name in the plan; rows of a subject can be compared
     group: str  # the part of the report: lm, finetune, lra, recall, seq2seq, toy, study
     task: str
     title: str
     data: str  # in words
-    mixer: str  # a name, or the layers of a hybrid: "cosformer*3, softmax+rope"
-    seed: int
     size: str  # "tiny (4 layers of width 128, 4 heads)"
     length: int
     batch: int
-    steps: int
-    rate: float  # of learning; of those tried, the best on the validation set
-    metric: str
-    greater_is_better: bool
     examples: int  # that the test set's score was taken on
     settings: dict[str, Any]  # of task, model and training
-    command: str
-    status: Status
-    reason: str | None = None  # why it is not done
     note: str | None = None  # in what it departs from a published protocol
     published: float | None = None  # what was published for this mixer by the same protocol
     most_frequent: float | None = None  # the test set's share of its most frequent answer, for accuracies
-    value: float | None = None  # the metric on the test set
     metrics: dict[str, float] = field(default_factory=dict)  # all of them, on the test set
     validation: dict[str, float] = field(default_factory=dict)
     # Points have step, tokens, seconds (of training alone) and any of loss, eval_loss, value.
     curve: list[dict[str, float]] = field(default_factory=list)
     parameters: int | None = None
     tokens: int | None = None
-    seconds: float | None = None  # of training alone
     tokens_per_second: float | None = None
     waited: float | None = None  # as in Cost
 
@@ -120,24 +126,12 @@ class Quality(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search(Row):
+class Search(Trained):
     """A short run with one rate of learning: every mixer is searched alike, then trained with its best."""
 
     kind = "search"
     about = ("subject", "mixer", "rate", "steps")
-    subject: str
-    mixer: str
-    rate: float
-    seed: int
-    steps: int
-    metric: str
-    greater_is_better: bool
-    command: str
-    status: Status
-    reason: str | None = None
-    value: float | None = None  # the metric on the validation set
     loss: float | None = None  # on the validation set: decides, since it moves before the metric does
-    seconds: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,7 +234,8 @@ class Picture(Row):
     tokens: list[str]
 
 
-KINDS: dict[str, type[Row]] = {kind.kind: kind for kind in Row.__subclasses__()}
+ROWS: list[type[Row]] = [Machine, Run, Quality, Search, Positions, Cost, Exactness, Picture]
+KINDS = {kind.kind: kind for kind in ROWS}
 R = TypeVar("R", bound=Row)
 
 

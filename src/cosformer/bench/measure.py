@@ -214,6 +214,5 @@ def machine(**more: Any) -> Machine:
 def say(text: str) -> None:
     """One line on the terminal, rewritten; nothing where there is none to watch."""
     if sys.stderr.isatty():
-        print(
-            f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}", end="", file=sys.stderr, flush=True
-        )
+        shown = text[: shutil.get_terminal_size().columns - 1]
+        print(f"\r\033[K{shown}", end="", file=sys.stderr, flush=True)

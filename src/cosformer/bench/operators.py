@@ -94,9 +94,8 @@ def function_of(case: Case) -> Callable[..., Tensor]:
 
 def tensors_of(case: Case, heads: int, length: int) -> list[Tensor]:
     """q, k, v, for `cosformer` and `fla` the decay, and the gradient of the output."""
-    q, k, v, dout = (
-        torch.randn(1, heads, length, case.head_dim).to(getattr(torch, case.dtype)) for _ in range(4)
-    )
+    shape, dtype = (1, heads, length, case.head_dim), getattr(torch, case.dtype)
+    q, k, v, dout = (torch.randn(shape).to(dtype) for _ in range(4))
     return [q, k, v, *([torch.rand(1, heads, length)] if case.mixer in DECAYED else []), dout]
 
 
@@ -162,15 +161,12 @@ def cases(args: argparse.Namespace) -> list[Case]:
     _known("operator", args.operators, NAMES)
     _known("backend", args.backends, here)
     if "fla" in (args.operators or ()) and (args.device == "cpu" or find_spec("fla") is None):
-        raise SystemExit(
-            "bench: operator 'fla' needs --device cuda, and `pip install flash-linear-attention`"
-        )
+        needed = "--device cuda, and `pip install flash-linear-attention`"
+        raise SystemExit(f"bench: operator 'fla' needs {needed}")
     default = [n for n in NAMES if n not in DECAYED and not (args.quick and n == "published")]
-    operators = [
-        (name, backend)
-        for name in args.operators or default
-        for backend in (args.backends or here if name in OURS else [None])
-    ]
+    operators: list[tuple[str, str | None]] = []
+    for name in args.operators or default:
+        operators += [(name, backend) for backend in (args.backends or here if name in OURS else [None])]
     modes = [mode for mode in (False, True) if args.causal in ("both", "yes" if mode else "no")]
     chosen = []
     every = itertools.product(operators, args.work, modes, args.head_dims, args.dtypes)

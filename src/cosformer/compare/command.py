@@ -102,9 +102,8 @@ def chosen(given: argparse.Namespace) -> list[Subject]:
             raise ValueError(f"--{name} is {bad[0]}; it must be at least 16")
     for name in ("length", "minutes"):
         if given.full and getattr(given, name):
-            raise ValueError(
-                f"--{name} goes with the default comparison; the subjects of --full have their own"
-            )
+            own = "the subjects of --full have their own"
+            raise ValueError(f"--{name} goes with the default comparison; {own}")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("the report needs matplotlib; in the clone: pip install '.[report]'")
     found = full(given.data or "") if given.full else demo(given.data, given.length)

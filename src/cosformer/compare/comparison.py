@@ -3,22 +3,24 @@
 import itertools
 import json
 import math
+import sys
 import time
 from dataclasses import asdict, replace
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from transformers import TrainerCallback
 from transformers import __version__ as transformers_version
 
 from .. import train
 from ..bench import exactness, measure
 from ..bench import models as bench
 from ..results import Cost, Exactness, Picture, Positions, Quality, Row, Run, Search, Writer, of
+from ..seal import write
 from ..train import models
 from ..train.progress import clock
 from . import budget, looks
-from .board import Board
 from .plan import Subject
 from .quality import Cell, searched, task_of, trained
 
@@ -75,9 +77,8 @@ class Comparison:
             todo = [Cell(subject, mixer, seed, self.out) for mixer, seed in own]
             todo = [cell for cell in todo if (subject.name, cell.mixer, cell.seed) not in done]
             if len(todo) < len(own):
-                self.board.done(
-                    f"{subject.name}: {len(own) - len(todo)} of {len(own)} cells are done already"
-                )
+                already = f"{len(own) - len(todo)} of {len(own)} cells are done already"
+                self.board.done(f"{subject.name}: {already}")
             if todo:
                 weight = subject.weight / sum(s.weight for s in subjects[number:])
                 self.train_subject(subject, todo, weight=weight, steps=steps)
@@ -137,14 +138,11 @@ class Comparison:
         if known is None:
             chosen = steps or subject.steps or budget.steps_that_fit(subject, seconds, budget_)
             plan[subject.name] = {"subject": asked, "steps": chosen, "minutes": self.minutes}
-            draft = path.with_suffix(".draft")
-            draft.write_text(json.dumps(plan, indent=1) + "\n")
-            draft.rename(path)
+            write(path, json.dumps(plan, indent=1) + "\n")
             return chosen
         if known["subject"] != asked or (steps and known["steps"] != steps):
-            raise train.SettingsError(
-                f"{self.out} holds another comparison of {subject.name}; choose another --out"
-            )
+            told = f"{self.out} holds another comparison of {subject.name}"
+            raise train.SettingsError(f"{told}; choose another --out")
         if known["minutes"] != self.minutes:
             made = f"{known['steps']} steps, as chosen for {known['minutes']:g} minutes"
             self.board.done(f"{subject.name}: {made}; another --out begins anew")
@@ -183,3 +181,31 @@ def said(row: Quality) -> str:
     speed = f"{row.tokens_per_second:,.0f} tokens/s" + (" (contended)" if row.contended else "")
     learned = ", no better than the most frequent answer" if row.learned is False else ""
     return f"{row.metric} {row.value:.4g}{learned}, {speed}, {clock(row.seconds)}"
+
+
+class Board(TrainerCallback):
+    """A line that is rewritten on a terminal, elsewhere a line for each cell; what is done stays."""
+
+    def __init__(self) -> None:
+        self.what, self.of, self.left, self.cell_seconds = "", "", 0.0, 0.0
+        self.cell_begun = time.perf_counter()
+
+    def done(self, text: str) -> None:
+        measure.say("")
+        print(text, flush=True)
+
+    def begin(self, what: str, seconds: float, left: float, of: str) -> None:
+        """A cell of about `seconds` begins; `left` is what comes after it, in all or `of` a subject."""
+        self.what, self.cell_seconds, self.left, self.cell_begun = what, seconds, left, time.perf_counter()
+        self.of = of
+        text = f"{what}: about {clock(seconds)}; {clock(left + seconds)} left{of}"
+        measure.say(text)
+        if not sys.stderr.isatty():
+            print(text, flush=True)
+
+    def on_step_end(self, args, state, control, **kwargs):
+        passed = time.perf_counter() - self.cell_begun
+        mine = max(self.cell_seconds, passed / max(1, state.global_step) * state.max_steps) - passed
+        loss = next((f", loss {row['loss']:.3f}" for row in reversed(state.log_history) if "loss" in row), "")
+        step = f"step {state.global_step} of {state.max_steps}{loss}"
+        measure.say(f"{self.what}: {step}; about {clock(self.left + max(mine, 0.0))} left{self.of}")

@@ -96,12 +96,9 @@ def command(run: train.Run) -> str:
     words += ["--start", Path(run.start).name] if run.start else []
     words += ["--pretrain-first"] if run.pretrain is not None else []
     words += ["--eval-examples", str(run.eval_examples), "--test-examples", str(run.test_examples)]
-    for table, values in (
-        ("task", run.task_settings),
-        ("model", run.model_fields),
-        ("pretrain", run.pretrain),
-    ):
-        for key, value in (values or {}).items():
+    tables = {"task": run.task_settings, "model": run.model_fields, "pretrain": run.pretrain or {}}
+    for table, values in tables.items():
+        for key, value in values.items():
             words += ["--set", f"{table}.{key}={json.dumps(value)}"]
     for key, value in run.training.items():
         if value != []:
@@ -109,24 +106,25 @@ def command(run: train.Run) -> str:
     return shlex.join(words)
 
 
+def about(cell: Cell, run: train.Run, steps: int, rate: float) -> dict[str, Any]:
+    """What the rows of a training and of a search both say of it."""
+    task = task_of(run)
+    known = {"subject": cell.subject.name, "mixer": cell.mixer, "seed": cell.seed, "steps": steps}
+    judged = {"metric": task.metric, "greater_is_better": task.greater_is_better}
+    return {**known, "rate": rate, **judged, "command": command(run)}
+
+
 def trained(cell: Cell, steps: int, rate: float, watch: TrainerCallback) -> Quality:
     """Train, or go on training. A mixer that refuses or breaks off has a row, too, with the reason."""
     subject, run = cell.subject, cell.run(steps, rate)
-    known: dict[str, Any] = {
+    problem, task = cell.problem(run), task_of(run)
+    shape = models.size_of(run.size, task)
+    known = about(cell, run, steps, rate) | {
         **{name: getattr(subject, name) for name in ("group", "task", "title", "data", "batch", "note")},
-        **{"subject": subject.name, "mixer": cell.mixer, "seed": cell.seed, "steps": steps, "rate": rate},
         "settings": {**subject.settings, **subject.fields, **subject.training},
         "published": subject.published.get(cell.mixer),
-        "command": command(run),
-    }
-    problem = cell.problem(run)
-    task = task_of(run)
-    shape = models.size_of(run.size, task)
-    known |= {
         "size": str(replace(shape, layers=subject.fields.get("num_hidden_layers", shape.layers))),
         "length": task.max_length,
-        "metric": task.metric,
-        "greater_is_better": task.greater_is_better,
         "examples": min(subject.test_examples, len(task.test)),
     }
     if problem:
@@ -167,26 +165,15 @@ def searched(cell: Cell, steps: int, rate: float, watch: TrainerCallback) -> Sea
         test_examples=run.eval_examples,
         training=run.training | {"eval_on_start": False, "eval_steps": steps},
     )
-    task = task_of(run)
-    known: dict[str, Any] = {
-        **{
-            "subject": cell.subject.name,
-            "mixer": cell.mixer,
-            "seed": cell.seed,
-            "rate": rate,
-            "steps": steps,
-        },
-        **{"metric": task.metric, "greater_is_better": task.greater_is_better, "command": command(run)},
-    }
+    known = about(cell, run, steps, rate)
     try:
         result = train.train(run, resume=True, watch=watch)
     except train.NotFinite as stopped:
         return Search(**known, status="failed", reason=str(stopped).split(";")[0])
     shutil.rmtree(run.out)
     found = result["validation"]
-    return Search(
-        **known, status="done", value=found[task.metric], loss=found["loss"], seconds=result["seconds"]
-    )
+    value, seconds = found[known["metric"]], result["seconds"]
+    return Search(**known, status="done", value=value, loss=found["loss"], seconds=seconds)
 
 
 def most_frequent(task: tasks.Task, examples: int) -> float | None:

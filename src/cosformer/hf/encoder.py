@@ -8,6 +8,8 @@ A head averages its loss over a batch itself, so the Trainer must not hand it nu
 so there it is taken.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput, TokenClassifierOutput
@@ -55,6 +57,15 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
         hidden = self.hidden(input_ids, attention_mask, **kwargs)
         return self.pooling(hidden, attention_mask, self.model.sequence_group)
 
+    def token_loss(self, logits: Tensor, labels: Tensor | None, items: Any = None) -> Tensor | None:
+        """The mean over labelled tokens; this batch's share of it where `items` are those of several."""
+        if labels is None:
+            return None
+        items = labels_of(self.model.sequence_group, labels, items)
+        whole = "mean" if items is None else "sum"
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction=whole)
+        return loss if items is None else loss / items
+
 
 class CosformerForMaskedLM(EncoderHead):
     accepts_loss_kwargs = True
@@ -81,14 +92,7 @@ class CosformerForMaskedLM(EncoderHead):
         """`num_items_in_batch`, from the Trainer: the hidden tokens of all processes and accumulated batches
         together; the loss is this batch's share of their mean."""
         logits = self.decoder(self.head(self.hidden(input_ids, attention_mask, **kwargs)))
-        loss = None
-        if labels is not None:
-            num_items_in_batch = labels_of(self.model.sequence_group, labels, num_items_in_batch)
-            whole = "mean" if num_items_in_batch is None else "sum"
-            loss = nn.functional.cross_entropy(
-                logits.flatten(0, 1).float(), labels.flatten(), reduction=whole
-            )
-            loss = loss if num_items_in_batch is None else loss / num_items_in_batch
+        loss = self.token_loss(logits, labels, num_items_in_batch)
         return MaskedLMOutput(loss=loss, logits=logits)
 
 
@@ -122,13 +126,7 @@ class CosformerForTokenClassification(EncoderHead):
     @can_return_tuple
     def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs) -> TokenClassifierOutput:
         logits = self.classifier(self.dropout(self.hidden(input_ids, attention_mask, **kwargs)))
-        loss = None
-        if labels is not None:
-            count = labels_of(self.model.sequence_group, labels, None)
-            whole = "mean" if count is None else "sum"
-            loss = nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction=whole)
-            loss = loss if count is None else loss / count
-        return TokenClassifierOutput(loss=loss, logits=logits)
+        return TokenClassifierOutput(loss=self.token_loss(logits, labels), logits=logits)
 
 
 class CosformerForPairClassification(EncoderHead):

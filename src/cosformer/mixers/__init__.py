@@ -28,19 +28,8 @@ from .positions import companion
 HYBRID = "cosformer-hybrid"
 INTERVAL = 4  # of a hybrid: one softmax layer in so many
 
-__all__ = [
-    "Admission",
-    "Mixer",
-    "Sizes",
-    "build",
-    "layer_type",
-    "layers",
-    "names",
-    "options",
-    "pattern",
-    "register",
-    "weights",
-]
+__all__ = ["Admission", "Mixer", "Sizes", "build", "layer_type", "layers", "names", "options", "pattern",
+           "register", "weights"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -59,10 +48,9 @@ def register(name: str, **chosen: Any):
 
     def enter(cls: type[Mixer]) -> type[Mixer]:
         known = _known[name].mixer if name in _known else cls
-        if (known.__module__, known.__qualname__) != (cls.__module__, cls.__qualname__):
-            raise ValueError(
-                f"mixer {name!r} is already registered by {known.__module__}.{known.__qualname__}"
-            )
+        before, now = (f"{c.__module__}.{c.__qualname__}" for c in (known, cls))
+        if before != now:
+            raise ValueError(f"mixer {name!r} is already registered by {before}")
         _known[name] = Entry(cls, chosen)
         return cls
 
@@ -91,9 +79,8 @@ def build(
     entry, positions = _lookup(name)
     accepted = options(name)
     if unknown := [key for key in chosen if key not in accepted]:
-        raise ValueError(
-            f"mixer {name!r} has no option {unknown[0]!r}; it accepts {', '.join(accepted) or 'none'}"
-        )
+        known = ", ".join(accepted) or "none"
+        raise ValueError(f"mixer {name!r} has no option {unknown[0]!r}; it accepts {known}")
     sizes = Sizes(heads, head_dim, max_length, heads * head_dim if width is None else width)
     mixer = entry.mixer(sizes, **entry.chosen | chosen)
     mixer.name = name
@@ -112,9 +99,8 @@ def layers(spec: str, count: int) -> list[str]:
         linear, full = names
         return [full if (i + 1) % INTERVAL == 0 or i == count - 1 else linear for i in range(count)]
     if count % len(names):
-        raise ValueError(
-            f"mixer {spec!r} names {len(names)} layers, which {count} layers cannot repeat evenly"
-        )
+        told = f"mixer {spec!r} names {len(names)} layers"
+        raise ValueError(f"{told}, which {count} layers cannot repeat evenly")
     return names * (count // len(names))
 
 
@@ -134,19 +120,11 @@ def pattern(spec: str) -> list[str]:
     return named
 
 
-def weights(
-    mixer: Mixer,
-    q: Tensor,
-    k: Tensor,
-    *,
-    x: Tensor | None = None,
-    causal=False,
-    key_mask: Tensor | None = None,
-) -> Tensor:
+def weights(mixer: Mixer, q: Tensor, k: Tensor, **asked: Any) -> Tensor:
     """The attention matrix (B, H, L, S): what a mixer, linear in v, returns for one-hot values."""
     B, Hk, S, _ = k.shape
     one_hot = torch.eye(S, dtype=k.dtype, device=k.device).expand(B, Hk, S, S)
-    return mixer(q, k, one_hot, x=x, causal=causal, key_mask=key_mask)
+    return mixer(q, k, one_hot, **asked)
 
 
 def layer_type(name: str) -> str:
@@ -169,7 +147,5 @@ def _lookup(name: str, spec: str = "") -> tuple[Entry, str]:
 for _module in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_module.name}")
 
-SAID = (
-    f"any of {', '.join(names())}, some with +rope; {HYBRID}; or one for each layer, as "
-    "'cosformer*3, softmax+rope'"
-)
+SAID = f"any of {', '.join(names())}, some with +rope; {HYBRID}; or one for each layer, as "
+SAID += "'cosformer*3, softmax+rope'"

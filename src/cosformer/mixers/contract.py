@@ -25,6 +25,11 @@ from .keys import Keys, extend
 Admission = bool | str  # True, or the reason why not
 
 
+def generator(seed: int | None) -> torch.Generator | None:
+    """What a mixer draws its random parts with: from `seed`, or from torch's own generator if None."""
+    return None if seed is None else torch.Generator().manual_seed(seed)
+
+
 @dataclass(frozen=True)
 class Sizes:
     """What a mixer is made for: heads, their size, the longest sequence, the width C of a layer's input."""
@@ -93,9 +98,8 @@ class Mixer(nn.Module):
         self.refuse(causal=causal, cross=q.shape[2] != k.shape[2])
         if cu_seqlens is not None:
             if key_mask is not None:
-                raise ValueError(
-                    "key_mask with cu_seqlens: packed sequences have no padding; pass one of them"
-                )
+                told = "key_mask with cu_seqlens: packed sequences have no padding"
+                raise ValueError(f"{told}; pass one of them")
             return self.mix_packed(q, k, v, cu_seqlens, x=x, causal=causal)
         q, k, v = self._prepare(q, k, v, key_mask, offset=0)
         return self.mix(q, k, v, x=x, causal=causal, key_mask=key_mask)
@@ -118,9 +122,8 @@ class Mixer(nn.Module):
         self._admit("streaming", "a stream")
         self._check(q, k, v, x, key_mask)
         if q.shape[2] != k.shape[2]:
-            raise ValueError(
-                f"q has length {q.shape[2]} and k has {k.shape[2]}; a stream takes as many queries as keys"
-            )
+            told = f"q has length {q.shape[2]} and k has {k.shape[2]}"
+            raise ValueError(f"{told}; a stream takes as many queries as keys")
         q, k, v = self._prepare(q, k, v, key_mask, offset=0 if state is None else state.position)
         return self.step(q, k, v, state, x=x, key_mask=key_mask)
 

@@ -54,14 +54,7 @@ class Nystrom(Mixer):
     causal = "its landmarks are means over the whole sequence"
     cross = "queries and keys share the segments of one sequence"
 
-    def __init__(
-        self,
-        sizes: Sizes,
-        *,
-        landmarks: int = 64,
-        iterations: int = 6,
-        conv: int | None = 35,
-    ):
+    def __init__(self, sizes: Sizes, *, landmarks: int = 64, iterations: int = 6, conv: int | None = 35):
         super().__init__(sizes)
         if landmarks < 1 or iterations < 1:
             raise ValueError(f"landmarks and iterations must be at least 1; got {landmarks} and {iterations}")

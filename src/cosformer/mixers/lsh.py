@@ -20,6 +20,7 @@ from torch import Tensor
 
 from . import Mixer, Sizes, register
 from .blocks import attend, merge
+from .contract import generator
 
 SELF = -1e5  # the bias of a token's own score: nothing beside any other key, everything without one
 
@@ -39,13 +40,7 @@ class Reformer(Mixer):
     rotations: Tensor
 
     def __init__(
-        self,
-        sizes: Sizes,
-        *,
-        rounds: int = 2,
-        chunk: int = 64,
-        buckets: int | None = None,
-        seed: int = 0,
+        self, sizes: Sizes, *, rounds: int = 2, chunk: int = 64, buckets: int | None = None, seed: int = 0
     ):
         super().__init__(sizes)
         odd = buckets is not None and buckets != 1 and (buckets < 1 or buckets % 2)
@@ -61,8 +56,7 @@ class Reformer(Mixer):
 
     def redraw(self, seed: int | None = None) -> None:
         """Draw new hashes, from `seed` or from torch's own generator."""
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        self.rotations.copy_(torch.randn(self.rotations.shape, generator=generator))
+        self.rotations.copy_(torch.randn(self.rotations.shape, generator=generator(seed)))
 
     def hash(self, x: Tensor) -> Tensor:
         """The bucket of each row of x (B, H, N, D) in each round: (B, H, R, N)."""

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from .contract import generator
+
 
 def companion(name: str) -> "type[Rope | SineSPE | ConvSPE]":
     """The class of a companion by name."""
@@ -90,19 +92,11 @@ class SineSPE(nn.Module):
 
     def redraw(self, seed: int | None = None) -> None:
         """Draw new noise, from `seed` or from torch's own generator."""
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        self.noise.copy_(torch.randn(self.noise.shape, generator=generator))
+        self.noise.copy_(torch.randn(self.noise.shape, generator=generator(seed)))
 
     def forward(self, q: Tensor, k: Tensor, *, offset: int = 0, key_offset: int = 0) -> tuple[Tensor, Tensor]:
-        return self._encode(q, offset, self.offset), self._encode(
-            k, key_offset, torch.zeros_like(self.offset)
-        )
-
-    def template(self, distance: Tensor) -> Tensor:
-        """P_d(distance): (H, D, *distance.shape)."""
-        shape = (*self.gain.shape, *(1,) * distance.ndim)
-        a, f, b = (t.view(shape) for t in (self.gain, self.frequency, self.offset))
-        return (a.square() * torch.cos(2 * math.pi * f * distance + b)).sum(2)
+        none = torch.zeros_like(self.offset)
+        return self._encode(q, offset, self.offset), self._encode(k, key_offset, none)
 
     def _encode(self, x: Tensor, start: int, shift: Tensor) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
@@ -141,16 +135,6 @@ class ConvSPE(nn.Module):
     def forward(self, q: Tensor, k: Tensor, *, offset: int = 0, key_offset: int = 0) -> tuple[Tensor, Tensor]:
         return self._encode(q, offset, self.query_filter), self._encode(k, key_offset, self.key_filter)
 
-    def template(self, distance: Tensor) -> Tensor:
-        """P_d(distance): (H, D, *distance.shape)."""
-        p = torch.arange(self.taps, device=distance.device)
-        other = p - distance[..., None].long()
-        inside = (other >= 0) & (other < self.taps)
-        pairs = (
-            self.query_filter[:, :, p.expand_as(other)] * self.key_filter[:, :, other.clamp(0, self.taps - 1)]
-        )
-        return (pairs * inside).sum(-1)
-
     def _encode(self, x: Tensor, start: int, taps: Tensor) -> Tensor:
         N, D = x.shape[2:]
         if start + N > self.max_length:
@@ -159,9 +143,8 @@ class ConvSPE(nn.Module):
                 f"got positions up to {start + N}"
             )
         dtype = torch.promote_types(x.dtype, torch.float32)
-        generator = torch.Generator().manual_seed(int(self.seed))
         rows = self.max_length + self.taps - 1  # position p has row p + taps - 1
-        noise = torch.randn(rows, D, D, generator=generator)
+        noise = torch.randn(rows, D, D, generator=generator(int(self.seed)))
         noise = noise[start : start + N + self.taps - 1].to(x.device, dtype) / math.sqrt(D)
         out = torch.zeros_like(x, dtype=dtype)
         for p in range(self.taps):  # one tap at a time: the filtered noise (H, N, D, R) is never held

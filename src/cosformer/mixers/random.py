@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from ..ops.linear import State, linear_attention, linear_stream
 from . import Mixer, Sizes, register
+from .contract import generator
 
 TINY = 1e-20  # the smallest normaliser of positive features: their sums may be small without being nothing
 
@@ -74,7 +75,7 @@ class Performer(Mixer):
     def redraw(self, seed: int | None = None) -> None:
         """Draw new features, from `seed` or from torch's own generator."""
         rows, size = self.projection.shape
-        self.projection.copy_(orthogonal(rows, size, _generator(seed)))
+        self.projection.copy_(orthogonal(rows, size, generator(seed)))
 
     def exponents(self, x: Tensor) -> Tensor:
         """log of sqrt(F) phi(x), (..., F), in float32 or better."""
@@ -150,13 +151,7 @@ class RandomFeatureAttention(Mixer):
     projection: Tensor
 
     def __init__(
-        self,
-        sizes: Sizes,
-        *,
-        features: int = 64,
-        sigma: float = 1.0,
-        gate: bool = False,
-        seed: int = 0,
+        self, sizes: Sizes, *, features: int = 64, sigma: float = 1.0, gate: bool = False, seed: int = 0
     ):
         super().__init__(sizes)
         if features < 1:
@@ -174,7 +169,7 @@ class RandomFeatureAttention(Mixer):
 
     def redraw(self, seed: int | None = None) -> None:
         """Draw new features, from `seed` or from torch's own generator."""
-        self.projection.copy_(torch.randn(self.projection.shape, generator=_generator(seed)))
+        self.projection.copy_(torch.randn(self.projection.shape, generator=generator(seed)))
 
     def phi(self, x: Tensor) -> Tensor:
         """The features (..., 2 F) in float32 or better."""
@@ -205,10 +200,6 @@ class RandomFeatureAttention(Mixer):
         weight, bias = self.gate_weight.to(phi.dtype), self.gate_bias.to(phi.dtype)
         logit = (k.to(phi.dtype) * weight).sum(-1) + bias  # of g
         return phi * torch.sigmoid(-logit).unsqueeze(-1), F.softplus(-logit)  # 1 - g, and -log g
-
-
-def _generator(seed: int | None) -> torch.Generator | None:
-    return None if seed is None else torch.Generator().manual_seed(seed)
 
 
 def _aligned(

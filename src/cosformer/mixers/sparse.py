@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import Mixer, Sizes, register
 from .blocks import attend, join, kept, merge, places, split, take
+from .contract import generator
 from .keys import extend
 
 ONE_SEQUENCE = "its pattern is laid out on the positions of one sequence"
@@ -47,14 +48,12 @@ class Local(Mixer):
         j, there = places(index, inside)
         near = (i - j[:, :, :, None]).abs() <= self.window
         allowed = near & (j >= self.globals)[:, :, :, None] & there[:, :, :, None]
-        parts = [
-            attend(rows, take(split(k, C), index), take(split(v, C), index), _past(allowed, i, j, causal))
-        ]
+        keys, values = (take(split(x, C), index) for x in (k, v))
+        parts = [attend(rows, keys, values, _past(allowed, i, j, causal))]
         if g := min(self.globals, L):
             j = torch.arange(g, device=q.device).view(1, 1, 1, g)
-            parts.append(
-                attend(rows, k[:, :, None, :g], v[:, :, None, :g], _past(_keys(key_mask, g, q), i, j, causal))
-            )
+            allowed = _past(_keys(key_mask, g, q), i, j, causal)
+            parts.append(attend(rows, k[:, :, None, :g], v[:, :, None, :g], allowed))
         out = join(merge(*parts), L)
         if g and not causal:  # causally its past is global too, and in the parts above
             seen, _ = attend(q[:, :, :g], k, v, _keys(key_mask, L, q).squeeze(2))
@@ -89,12 +88,7 @@ class Sparse(Mixer):
     cross = ONE_SEQUENCE
 
     def __init__(
-        self,
-        sizes: Sizes,
-        *,
-        pattern: str = "fixed",
-        stride: int | None = None,
-        columns: int | None = None,
+        self, sizes: Sizes, *, pattern: str = "fixed", stride: int | None = None, columns: int | None = None
     ):
         super().__init__(sizes)
         if pattern not in ("fixed", "strided"):
@@ -103,9 +97,8 @@ class Sparse(Mixer):
         self.stride = max(1, round(sizes.max_length**0.5)) if stride is None else stride
         self.columns = min(8, self.stride) if columns is None else columns
         if self.stride < 1 or not 0 <= self.columns <= self.stride:
-            raise ValueError(
-                f"stride must be at least 1, columns 0 to stride; got stride {stride}, columns {columns}"
-            )
+            given = f"stride {stride}, columns {columns}"
+            raise ValueError(f"stride must be at least 1, columns 0 to stride; got {given}")
 
     def mix(self, q, k, v, *, x, causal, key_mask):
         L, C = q.shape[2], self.stride
@@ -179,8 +172,7 @@ class BigBird(Mixer):
 
     def redraw(self, seed: int | None = None) -> None:
         """Draw new random blocks, from `seed` or from torch's own generator."""
-        generator = None if seed is None else torch.Generator().manual_seed(seed)
-        self.draw.copy_(torch.randint(2**31, self.draw.shape, generator=generator))
+        self.draw.copy_(torch.randint(2**31, self.draw.shape, generator=generator(seed)))
 
     def pattern(self, inside: Tensor) -> tuple[Tensor, Tensor]:
         """The global blocks (B, g), and each query block's key blocks (B, H, n, W); -1 is none.
@@ -199,9 +191,8 @@ class BigBird(Mixer):
         near = block[:, None] + torch.arange(-half, half + 1, device=block.device)
         near = torch.where((near >= 0) & (near < count), near, -1)
         far = lead.expand(-1, -1, n, -1)
-        seen = torch.cat([near, far.masked_fill((far - block[:, None]).abs() <= half, -1)], -1).expand(
-            -1, self.heads, -1, -1
-        )
+        far = far.masked_fill((far - block[:, None]).abs() <= half, -1)
+        seen = torch.cat([near, far], -1).expand(-1, self.heads, -1, -1)
         for t in range(self.draw.shape[2]):
             free = count[..., 0] - (seen >= 0).sum(-1)
             pick = self.draw[:, :n, t] * free >> 31  # the pick-th of the blocks not seen yet ...
@@ -213,9 +204,8 @@ class BigBird(Mixer):
     def mix(self, q, k, v, *, x, causal, key_mask):
         L, C = q.shape[2], self.block
         if L > self.draw.shape[1] * C:
-            raise ValueError(
-                f"bigbird has random blocks for max_length = {self.max_length} tokens; got q of length {L}"
-            )
+            told = f"bigbird has random blocks for max_length = {self.max_length} tokens"
+            raise ValueError(f"{told}; got q of length {L}")
         rows, inside = split(q, C), kept(k, key_mask, C)
         lead, index = self.pattern(inside)
         _, there = places(index, inside)

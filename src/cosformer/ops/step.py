@@ -89,8 +89,8 @@ class Blocks:
         return [t.data_ptr() for t in self._tensors] == self._addresses
 
     def __call__(self, x: Tensor, kept: Sequence[tuple[Tensor, ...]], position: int) -> None:
-        """x (B, C) and, for each block, its state (B, H, F, E + 1) and the last q, k and v that its convolution
-        looks back at, (B, width - 1, channels) each: all contiguous, and all changed in place."""
+        """x (B, C) and, for each block, its state (B, H, F, E + 1) and the last q, k and v that its
+        convolution looks back at, (B, width - 1, channels) each: all contiguous, all changed in place."""
         places = [t.data_ptr() for tensors in kept for t in (*tensors, *(x,) * (4 - len(tensors)))]
         _native.step(self._packed, struct.pack(f"={len(places)}q", *places), len(kept), x, position)
 

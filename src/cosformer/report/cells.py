@@ -164,10 +164,8 @@ def verdict(e: Experiment) -> Verdict:
     if not any(cell.learned for cell in e.cells if cell.value):
         return Verdict(e, mine, other, "not learned", NOTHING)
     a, b = mine.value.mean, other.value.mean
-    difference = (
-        f"{100 * abs(a - b):.1f} points" if percent(e.row.metric) else f"{100 * abs(a / b - 1):.1f} %"
-    )
-    difference = "equal" if a == b else f"{difference} {'higher' if a > b else 'lower'}"
+    higher = "higher" if a > b else "lower"
+    difference = "equal" if a == b else f"{change(e.row.metric, b, a)} {higher}"
     if margin := _why_tied(e, mine.value, other.value):
         return Verdict(e, mine, other, "tie", difference, margin)
     return Verdict(e, mine, other, "better" if sign * (a - b) > 0 else "worse", difference)

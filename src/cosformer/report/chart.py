@@ -15,9 +15,7 @@ LEFT, RIGHT, TOP, BOTTOM = 50, 392, 40, 224
 class Line:
     mixer: str
     points: Points
-    band: list[tuple[float, float, float]] = field(
-        default_factory=list
-    )  # (x, low, high): the range over seeds
+    band: list[tuple[float, float, float]] = field(default_factory=list)  # (x, low, high), over seeds
 
 
 @dataclass(frozen=True)
@@ -74,7 +72,8 @@ class Drawing:
         self.panel = panel
         across = [x for line in panel.lines for x, _ in line.points]
         down = [y for line in panel.lines for _, y in line.points]
-        down += [value for line in panel.lines for _, *ends in line.band for value in ends]
+        for line in panel.lines:
+            down += [end for _, low, high in line.band for end in (low, high)]
         if panel.reach:
             down = [*panel.reach]
         if "y" in panel.log and max(down) < 4 * min(down):  # a flat line must not look steep

@@ -83,13 +83,10 @@ class Contest:
     """Our rows and softmax's at the lengths where both were measured."""
 
     def __init__(self, rows: list[Cost]):
-        self.us, self.them = (
-            next((mixer for mixer in those if any(row.mixer == mixer for row in rows)), those[0])
-            for those in (OURS, THEIRS)
-        )
-        self.ours, self.theirs = (
-            {row.length: row for row in rows if row.mixer == mixer} for mixer in (self.us, self.them)
-        )
+        measured = {row.mixer for row in rows}
+        self.us, self.them = (next((m for m in those if m in measured), those[0]) for those in (OURS, THEIRS))
+        self.ours = {row.length: row for row in rows if row.mixer == self.us}
+        self.theirs = {row.length: row for row in rows if row.mixer == self.them}
         self.lengths = sorted(self.ours.keys() & self.theirs.keys())
         self.crossing = crossing(points(rows, self.us), points(rows, self.them))
 

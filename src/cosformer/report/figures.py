@@ -58,9 +58,8 @@ def learning(experiments: list[Experiment]) -> Figure | None:
     caption += f" Lowest at the end: {'; '.join(lowest)}."
     if any(panel.reach for panel in panels):
         caption += " The first tenth of the training runs out of the frame."
-    return Figure(
-        ident("learning", experiments[0].row.group), "Learning", caption + _seeds(experiments), panels
-    )
+    id_ = ident("learning", experiments[0].row.group)
+    return Figure(id_, "Learning", caption + _seeds(experiments), panels)
 
 
 def _reach(lines: list[Line]) -> tuple[float, float] | None:
@@ -105,12 +104,9 @@ def recall(experiments: list[Experiment]) -> Figure | None:
             id_, heading = ident("recall", length), f"{length:,} tokens"
             title, x = "accuracy, %", "pairs to remember"
             panels.append(Panel(id_, title, x, lines, heading, "x", reach=(0.0, 100.0)))
+    title = "Accuracy against the number of pairs"
     caption = "How many pairs of key and value each mixer remembers: every key is asked for once."
-    return (
-        Figure("recall", "Accuracy against the number of pairs", caption + _seeds(asked), panels)
-        if panels
-        else None
-    )
+    return Figure("recall", title, caption + _seeds(asked), panels) if panels else None
 
 
 def positions(experiments: list[Experiment], measured: Measured) -> Figure | None:
@@ -126,10 +122,8 @@ def positions(experiments: list[Experiment], measured: Measured) -> Figure | Non
             id_, heading = ident("positions", len(panels), subject), _title(measured.titles[subject])
             title, x = "loss, nats a token", "position in the context"
             panels.append(Panel(id_, title, x, lines, heading, "x"))
-    caption = (
-        "Loss by the position in the context, on the test set: a line that still falls uses more context."
-    )
-    caption += _seeds(experiments)
+    caption = "Loss by the position in the context, on the test set"
+    caption += f": a line that still falls uses more context.{_seeds(experiments)}"
     return Figure("positions", "Loss against context", caption, panels) if panels else None
 
 
@@ -169,14 +163,12 @@ def trade(measured: Measured) -> Figure | None:
                 band = [(rate.mean, scale * value.low, scale * value.high)] if value.seeds > 1 else []
                 lines.append(Line(cell.mixer, [(rate.mean, scale * value.mean)], band))
         if len(lines) > 1 and e.row.group != "recall":  # its settings have a picture of their own
-            title = (
-                f"{metric_name(e.row.metric)} ({'higher' if e.row.greater_is_better else 'lower'} is better)"
-            )
+            better = "higher" if e.row.greater_is_better else "lower"
+            title = f"{metric_name(e.row.metric)} ({better} is better)"
             id_, heading = ident("trade", number, e.row.task), _title(e.row.title)
             panels.append(Panel(id_, title, "tokens per second of training", lines, heading, scatter=True))
-    caption = (
-        "Each point is a mixer on a task: how fast it trains (to the right is faster) and what it reached."
-    )
+    caption = "Each point is a mixer on a task: how fast it trains (to the right is faster)"
+    caption += " and what it reached."
     return Figure("trade", "", caption, panels) if panels else None
 
 
@@ -200,7 +192,7 @@ def values(panel: Panel) -> Table:
         at = [dict(line.points) for line in panel.lines]
         body: Lines = [(f"{x:,g}", [Entry(digits(y[x])) if x in y else Entry() for y in at]) for x in places]
         return Table(caption, panel.x, [Column(name(line.mixer)) for line in panel.lines], {"": body})
-    rows = {
-        name(line.mixer): [(digits(x), [Entry(digits(y))]) for x, y in line.points] for line in panel.lines
-    }
+    rows: dict[str, Lines] = {}
+    for line in panel.lines:
+        rows[name(line.mixer)] = [(digits(x), [Entry(digits(y))]) for x, y in line.points]
     return Table(caption, panel.x, [Column(panel.title)], rows)

@@ -5,19 +5,15 @@ cost with softmax + RoPE if it was measured.
 """
 
 import textwrap
+from collections.abc import Iterable
 
+from ..results import Row
 from . import costs
 from .cells import Cell, Measured, Verdict, verdict
 from .style import NOTHING, listed, metric_name, name, percent, score, sentence
 
-SHOWN = (
-    "cosformer",
-    "cosformer-hybrid",
-    "cosformer-hybrid+rope",
-    "cosformer-paper",
-    "softmax+rope",
-    "softmax",
-)
+SHOWN = ("cosformer", "cosformer-hybrid", "cosformer-hybrid+rope", "cosformer-paper", "softmax+rope",
+         "softmax")  # fmt: skip
 MANY = 3  # settings of recall that are counted, not listed
 WORKS = (("training", "trains", "at length {}"), ("decoding", "decodes", "after {} tokens"))
 
@@ -116,9 +112,8 @@ def shown(cell: Cell | None, metric: str, unit: str = "") -> str:
     if cell is None or cell.value is None:
         return NOTHING
     more = [cell.value.range(metric)]
-    more += [
-        f"published {score(metric, row.published)}" for row in cell.done[:1] if row.published is not None
-    ]
+    published = cell.done[0].published
+    more += [] if published is None else [f"published {score(metric, published)}"]
     more += [] if cell.learned else ["not learned"]
     said = "; ".join(filter(None, more))
     return f"{cell.value.text(metric)}{unit}" + (f" ({said})" if said else "")
@@ -135,8 +130,9 @@ def verdict_table(measured: Measured) -> tuple[list[str], list[list[str]]]:
     return ["task", "cosFormer is", "difference", "metric", *map(name, mixers)], lines
 
 
-def plain(measured: Measured) -> str:
-    """The paragraphs and the task-by-task table for a terminal."""
+def terminal_summary(rows: Iterable[Row]) -> str:
+    """The summary of the page as plain text: its paragraphs, and a line for each task."""
+    measured = Measured(rows)
     said = [textwrap.fill(text, 100) for text in paragraphs(measured)]
     heads, lines = verdict_table(measured)
     if lines:

@@ -1,13 +1,15 @@
 """The page's tables as data: mixers down, tasks or lengths across, published figures beside ours."""
 
 import itertools
+import tomllib
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from importlib import resources
 from typing import ClassVar
 
 from ..results import Cost, Exactness, Quality, growth
-from . import costs, paper
-from .cells import Cell, Experiment, Measured, Span, change, span
+from . import costs
+from .cells import TIE, Cell, Experiment, Measured, Span, change, span
 from .style import NOTHING, count, digits, ident, looks, metric_name, name, percent, score, times
 from .summary import verdict_table
 
@@ -74,8 +76,8 @@ def verdicts(measured: Measured) -> Table | None:
         "cosFormer is the recommended configuration, cosFormer (paper) the published one. It is compared with"
         " the better of softmax and softmax + RoPE. Tie: the ranges of the seeds overlap, or the"
         " difference is within two standard errors of two accuracies on so many test examples, or within"
-        " 0.5 %. Not learned: no mixer beats the most frequent answer by two standard errors. In brackets:"
-        " the lowest and the highest seed, and what was published for the same protocol."
+        f" {100 * TIE:g} %. Not learned: no mixer beats the most frequent answer by two standard errors."
+        " In brackets: the lowest and the highest seed, and what was published for the same protocol."
     )
     columns = [Column(head, words=True) for head in heads[1:]]
     return Table("Task by task", heads[0], columns, {"": rows}, note) if rows else None
@@ -263,11 +265,9 @@ def exactness(measured: Measured) -> Table | None:
         found = [at.get((group, mode, what)) for what in whats]
         rows.setdefault(group, []).append((mode, [_difference(row) for row in found]))
     wrong = sum(row.difference > row.allowed for row in measured.exactness)
-    note = (
-        f"{wrong} of {len(at)} are larger than allowed."
-        if wrong
-        else f"All {len(at)} are within what is allowed."
-    )
+    note = f"{wrong} of {len(at)} are larger than allowed."
+    if not wrong:
+        note = f"All {len(at)} are within what is allowed."
     caption = "Largest difference from the definition, computed in float64"
     return Table(caption, "mode", [Column(what) for what in whats], rows, note) if rows else None
 
@@ -279,7 +279,24 @@ def _difference(row: Exactness | None) -> Entry:
     return Entry(f"{row.difference:.1e}", more=f"{word} {row.allowed:.0e}")
 
 
-def paper_table(table: paper.PaperTable) -> Table:
+@dataclass(frozen=True)
+class Paper:
+    """A table of the paper, from paper.toml; shown apart from ours: it has other data and models."""
+
+    number: int
+    title: str
+    setting: str
+    note: str
+    columns: list[str]
+    least: list[str]  # columns where less is better
+    rows: dict[str, str]  # figures with the paper's digits, - for none
+
+
+_FILE = resources.files(__package__).joinpath("paper.toml").read_text(encoding="utf-8")
+PAPER = {name: Paper(**table) for name, table in tomllib.loads(_FILE).items()}
+
+
+def paper_table(table: Paper) -> Table:
     """A table of the paper in full."""
     columns = [Column(column, best="least" if column in table.least else "most") for column in table.columns]
     body: Lines = []

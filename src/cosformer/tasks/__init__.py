@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from .contract import IGNORE, KINDS, SPLITS, DataError, Special, Task
+from .language import pretraining
 from .packing import cu_seqlens
-from .pretrain import pretraining
+from .source import READING, Source
 
 __all__ = ["IGNORE", "KINDS", "SPLITS", "DataError", "Special", "Task", "build", "cu_seqlens", "names",
            "pretraining", "settings"]  # fmt: skip
@@ -31,7 +32,11 @@ def names() -> tuple[str, ...]:
 
 def settings(name: str) -> dict[str, Any]:
     """The settings a task takes, with their defaults (`inspect.Parameter.empty` where one must be given)."""
-    return {key: chosen.default for key, chosen in inspect.signature(_function(name)).parameters.items()}
+    parameters = inspect.signature(_function(name)).parameters.values()
+    own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
+    if len(own) < len(parameters):  # **reading: it reads records
+        own |= {key: default for key, default in READING.items() if key not in own}
+    return own
 
 
 def build(name: str, **chosen: Any) -> Task:
@@ -45,7 +50,7 @@ def build(name: str, **chosen: Any) -> Task:
     required = [key for key, default in accepted.items() if default is inspect.Parameter.empty]
     if missing := [key for key in required if key not in chosen]:
         raise TypeError(f"task {name!r} needs --{missing[0]}: it cannot be generated")
-    kinds = typing.get_type_hints(_function(name))
+    kinds = typing.get_type_hints(Source) | typing.get_type_hints(_function(name))
     return _function(name)(**{key: _listed(key, value, kinds[key]) for key, value in chosen.items()})
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .collate import Collate
 from .contract import SPLITS, DataError, Published, Special, Task, listed, shown
 from .generated import reviews
 from .metrics import class_choice, class_metrics, majority, scores
@@ -80,12 +79,10 @@ def _task(
 ) -> Task:
     if length is not None and length < 8:
         raise ValueError(f"length must be at least 8; got {length}")
-    encode = texts.encoder
-    facts: dict[str, Any] = {}
 
     def rows() -> Iterator[tuple[str, dict[str, Any]]]:
         marks = texts.source.each(lambda row: label_of(row, label))
-        names = facts["labels"] = list(labels or label_set(marks))
+        names = texts.facts["labels"] = list(labels or label_set(marks))
 
         def numbered(row: Row) -> dict[str, Any]:
             mark = label_of(row, label)
@@ -93,29 +90,29 @@ def _task(
                 raise row.error(f"label {shown(mark)} is not one of {listed(names)}")
             return {**texts.texts(row), "labels": names.index(mark)}
 
-        yield from texts.source.each(numbered)
+        yield from texts.encoded(texts.source.each(numbered))
 
     # As published, the test set may validate, too.
     needed = SPLITS if texts.source.holdout else ("train", "test")
-    tables = texts.stored("classified", rows, facts=facts, label=label, labels=labels, needed=needed)
+    tables = texts.stored("classified", rows, label=label, labels=labels, needed=needed)
     lengths = [tables["train"].lengths(role) for role in texts.roles]
     joined = len(lengths) == 2 and not towers
     length, notes = length_for(np.sum(lengths, 0) + 3 if joined else np.max(lengths, 0) + 1, length)
-    cut = partial(assembled, length=length, special=encode.special, towers=towers)
+    cut = partial(assembled, length=length, special=texts.encoder.special, towers=towers)
     sets: dict[str, Any] = {split: Mapped(tables[split], cut) for split in SPLITS if len(tables[split])}
-    return Task(
-        name=name,
+    return texts.task(
+        name,
+        length,
+        single="bos $A",
+        pair="bos $A sep $B eos",
         kind="pair-classification" if towers else "sequence-classification",
         **{"validation": sets["test"], **sets},
         **scores(class_choice, class_metrics, "accuracy"),
-        **encode.fields(texts.key["content"], length, single="bos $A", pair="bos $A sep $B eos"),
-        collate=Collate(encode.special.pad),
-        labels=tuple(facts["labels"]),
+        labels=tuple(texts.facts["labels"]),
         published=published,
-        settings={"length": length, "label": label, **texts.settings},
+        settings={"label": label},
         majority=majority(tables["test"].values("labels")),
-        left_out=tuple(facts["left_out"]),
-        notes=(*encode.notes, *notes),
+        notes=notes,
     )
 
 
@@ -124,53 +121,46 @@ def classify(
     data: Any = None,
     length: int | None = None,
     tokenizer: str = "bpe",
-    columns: Sequence[str] | None = None,
     text: str | None = None,
     pair: str | None = None,
     label: str | None = None,
     labels: Sequence[str] | None = None,
     holdout: float = 0.1,
-    skip_bad_rows: int = 0,
-    seed: int = 0,
-    cache: Any = None,
+    **reading: Any,
 ) -> Task:
     """Texts, or pairs if `pair` names the second column. `columns` names those of a file without a header."""
     roles = {"text": (text, TEXT), "pair": (pair, PAIR)} if pair else {"text": (text, TEXT)}
-    source = Source(data=data, columns=columns, holdout=holdout, seed=seed, cache=cache)
-    source.generated, source.skip_bad_rows = reviews, skip_bad_rows
+    source = Source(data=data, generated=reviews, holdout=holdout, **reading)
     texts = Texts(source, roles=roles, tokenizer=tokenizer)
     return _task("classify", texts, length=length, label=label, labels=labels)
 
 
-def text(
-    *,
-    data: Any,
-    length: int = 4096,
-    columns: Sequence[str] | None = IMDB,
-    holdout: float | None = None,
-    seed: int = 0,
-    cache: Any = None,
-) -> Task:
+def text(*, data: Any, length: int = 4096, columns: Sequence[str] | None = IMDB, **reading: Any) -> Task:
     """Long-Range Arena's Text: IMDB reviews as bytes; the class token counts within `length`.
 
     `data` holds train and test, as label, rating, id, text without header (or other `columns`; None reads
     them from a header). As published, validation is the test set; `holdout` takes a share of the training
     set instead.
     """
-    source = Source(data=data, columns=columns, holdout=holdout, seed=seed, cache=cache)
+    source = Source(data=data, columns=columns, **reading)
     texts = Texts(source, roles={"text": (None, TEXT)}, tokenizer="bytes")
     return _task("text", texts, length=length, published=PUBLISHED["text"])
 
 
 def retrieval(
-    *, data: Any, length: int = 4000, columns: Sequence[str] | None = AAN, seed: int = 0, cache: Any = None
+    *,
+    data: Any,
+    length: int = 4000,
+    columns: Sequence[str] | None = AAN,
+    holdout: float = 0.1,
+    **reading: Any,
 ) -> Task:
     """Long-Range Arena's Retrieval: do two papers cite one another? Bytes, each paper encoded on its own.
 
     `data` is the published folder (new_aan_pairs.train.tsv, .eval.tsv, .test.tsv), without headers.
     """
     roles = {"text": ("text1", TEXT), "pair": ("text2", PAIR)}
-    source = Source(data=data, columns=columns, holdout=0.1, seed=seed, cache=cache)
+    source = Source(data=data, columns=columns, holdout=holdout, **reading)
     texts = Texts(source, roles=roles, tokenizer="bytes")
     published = PUBLISHED["retrieval"]
     return _task("retrieval", texts, length=length, labels=("0", "1"), towers=True, published=published)

@@ -4,7 +4,9 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import Dataset
 
 KINDS = ("causal-lm", "masked-lm", "sequence-classification", "pair-classification", "seq2seq")
@@ -28,8 +30,8 @@ class DataError(ValueError):
     """What is wrong with the data, and where: `path:line: what`."""
 
     def __init__(self, what: str, *, path: Any = None, line: int | None = None):
-        place = [] if path is None else [str(path)] if line is None else [f"{path}:{line}"]
-        super().__init__(": ".join([*place, what]))
+        place = path if line is None else f"{path}:{line}"
+        super().__init__(what if place is None else f"{place}: {what}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +70,34 @@ class Rows(Dataset[dict[str, Any]]):
         """Refuses an index outside; iterating over a set ends by it."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
+
+
+class Collate:
+    """Pads rows to the batch's longest: ids with `pad`, labels with what carries no loss.
+
+    Every text gets its attention mask, except in `packed` windows: `position_ids` make their padding a
+    document of its own, and in a causal model it comes after everything.
+    """
+
+    def __init__(self, pad: int, *, packed: bool = False):
+        self.pad, self.packed = pad, packed
+
+    def __call__(self, items: list[dict[str, Any]]) -> dict[str, Tensor]:
+        batch = {}
+        for name in items[0]:
+            rows = [item[name] for item in items]
+            if not isinstance(rows[0], Tensor):  # a class
+                batch[name] = torch.tensor(rows)
+            elif name == "position_ids":
+                length = max(map(len, rows))
+                batch[name] = torch.stack([torch.cat([p, torch.arange(length - len(p))]) for p in rows])
+            else:
+                fill = self.pad if name.endswith("input_ids") else IGNORE
+                batch[name] = pad_sequence(rows, batch_first=True, padding_value=fill)
+            if name.endswith("input_ids") and not self.packed:
+                mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+                batch[name.replace("input_ids", "attention_mask")] = mask
+        return batch
 
 
 @dataclass(frozen=True, kw_only=True)

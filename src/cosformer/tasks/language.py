@@ -1,33 +1,29 @@
-"""Language modelling: `lm`, predict the next token, and `mlm`, restore the hidden ones."""
+"""Language modelling: `lm`, predict the next token; `mlm`, restore the hidden ones; and self-pretraining."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
-from .collate import Collate
-from .contract import SPLITS, Task
+import numpy as np
+from torch import Tensor
+
+from .contract import SPLITS, Collate, Rows, Task
 from .corpus import Corpus
 from .metrics import TokenScores, language_metrics, scores
 from .packing import Masked, Packed
 from .source import Source
-from .table import stored
-from .tokens import encoder
+from .texts import Prepared
 
 
-class Tokenised:
+class Tokenised(Prepared):
     """A corpus as tables of tokens: every document as start, text, end, with the size of its text."""
 
     def __init__(self, corpus: Corpus, tokenizer: str):
-        self.corpus, self.settings, cache = (
-            corpus,
-            {"tokenizer": tokenizer, **corpus.key},
-            corpus.source.cache,
-        )
-        self.encoder = encoder(tokenizer, texts=self._training, key=corpus.key, cache=cache)
-        self.facts: dict[str, Any] = {}
-        known = {"vocabulary": self.encoder.vocabulary(), "facts": self.facts, **corpus.key}
-        self.tables = stored("corpus", self._rows, vocab_size=self.encoder.size, cache=cache, **known)
+        self.corpus = corpus
+        super().__init__(corpus.source, tokenizer, corpus.key)
+        self.tables = self.stored("corpus", self._rows)
 
-    def _training(self) -> Iterator[str]:
+    def training(self) -> Iterator[str]:
         return (text for split, text, _ in self.corpus if split == "train")
 
     def _rows(self) -> Iterator[tuple]:  # a document need not fit in memory
@@ -40,20 +36,6 @@ class Tokenised:
             if end and size:
                 yield split, {"tokens": [special.eos], "bytes": size}
                 size = 0
-        self.facts["left_out"] = self.corpus.source.bad.note()
-
-    def task(self, name: str, length: int, *, template: str, settings: dict[str, Any], **fields: Any) -> Task:
-        """The task over windows of these tables; the saved tokenizer writes texts by `template`."""
-        content = self.corpus.key["content"]
-        return Task(
-            name=name,
-            collate=Collate(self.encoder.special.pad, packed=True),
-            settings={"length": length, **settings, **self.settings},
-            left_out=tuple(self.facts["left_out"]),
-            notes=self.encoder.notes,
-            **self.encoder.fields(content, length, single=template),
-            **fields,
-        )
 
 
 def lm(
@@ -66,16 +48,14 @@ def lm(
     text: str | None = None,
     separator: str | None = None,
     holdout: float = 0.05,
-    skip_bad_rows: int = 0,
-    seed: int = 0,
-    cache: Any = None,
+    **reading: Any,
 ) -> Task:
     """Autoregressive language modelling.
 
     Evaluation slides: windows begin every `stride` tokens (half the length if None) and score what is new.
     `isolate=False` lets attention cross documents, as papers on WikiText do: no `position_ids` then.
     """
-    source = Source(data=data, holdout=holdout, skip_bad_rows=skip_bad_rows, seed=seed, cache=cache)
+    source = Source(data=data, holdout=holdout, **reading)
     tokens = Tokenised(Corpus(source, text=text, separator=separator), tokenizer)
     stride = length // 2 if stride is None else stride
     strides = {"train": None, "validation": stride, "test": stride}
@@ -84,9 +64,9 @@ def lm(
     if lengths is None:  # tokens that are not strings of bytes get the mean: exact on the whole
         train = tokens.tables["train"]
         lengths = train.values("bytes").sum() / len(train.values("tokens"))
-    chosen = {"stride": stride, "isolate": isolate}
     fields = scores(TokenScores(shift=True, byte_lengths=lengths), language_metrics, "perplexity") | sets
-    return tokens.task("lm", length, kind="causal-lm", template="$A", settings=chosen, **fields)
+    fields["settings"] = {"stride": stride, "isolate": isolate}
+    return tokens.task("lm", length, kind="causal-lm", single="$A", packed=True, **fields)
 
 
 def mlm(
@@ -101,19 +81,63 @@ def mlm(
     text: str | None = None,
     separator: str | None = None,
     holdout: float = 0.05,
-    skip_bad_rows: int = 0,
     seed: int = 0,
-    cache: Any = None,
+    **reading: Any,
 ) -> Task:
     """Masked pre-training: a `share` of tokens hidden, by whole words if `whole_word` (packing.Masked)."""
-    source = Source(data=data, holdout=holdout, skip_bad_rows=skip_bad_rows, seed=seed, cache=cache)
+    source = Source(data=data, holdout=holdout, seed=seed, **reading)
     tokens = Tokenised(Corpus(source, text=text, separator=separator), tokenizer)
     encode = tokens.encoder
-    hide: dict[str, Any] = {"content": encode.content(), "mask": encode.special.mask, "seed": seed}
-    hide |= {"share": share, "joins": encode.joins() if whole_word else None}
+    joins = encode.joins() if whole_word else None
+    hide = {"content": encode.content(), "mask": encode.special.mask, "seed": seed, "joins": joins}
+    windows = {s: Packed(tokens.tables[s], length=length, isolate=isolate) for s in SPLITS}
+    fields = _hidden(windows, copies=copies, share=share, **hide)
+    settings = {"isolate": isolate, "whole_word": whole_word, "share": share, "copies": copies}
+    fields |= {"kind": "masked-lm", "settings": settings}
+    return tokens.task("mlm", length, single="bos $A eos", packed=True, **fields)
+
+
+def pretraining(task: Task, *, share: float = 0.15, copies: int = 10, seed: int = 0) -> Task:
+    """The masked-lm task over a classification task's own inputs, vocabulary and lengths."""
+    if "classification" not in task.kind:
+        raise ValueError(f"self-pretraining takes a classification task; {task.name!r} is {task.kind}")
+    ids = task.special
+    reserved = (ids.pad, ids.bos, ids.eos, ids.sep, ids.mask)
+    if task.tokenizer is not None:
+        reserved = task.tokenizer.all_special_ids
+    content = np.setdiff1d(np.arange(task.vocab_size), reserved)
+    sets: dict[str, Rows] = {split: getattr(task, split) for split in SPLITS}
+    if task.kind == "pair-classification":
+        sets = {split: Singles(pairs) for split, pairs in sets.items()}
+    return replace(
+        task,
+        name=f"{task.name}-pretraining",
+        kind="masked-lm",
+        collate=Collate(ids.pad),
+        settings={**task.settings, "share": share, "copies": copies, "pretraining_seed": seed},
+        labels=(),
+        majority=None,
+        **_hidden(sets, copies=copies, share=share, content=content, mask=ids.mask, seed=seed),
+    )
+
+
+class Singles(Rows):
+    """Both texts of every pair, one after the other."""
+
+    def __init__(self, pairs: Rows):
+        self.pairs = pairs
+
+    def __len__(self) -> int:
+        return 2 * len(self.pairs)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        row = self.pairs[index // 2]
+        return {"input_ids": row["pair_input_ids" if index % 2 else "input_ids"]}
+
+
+def _hidden(sets: Mapping[str, Rows], *, copies: int, **hide: Any) -> dict[str, Any]:
+    """What a masked-lm task has of its own: its scores, and its sets with tokens hidden (packing.Masked)."""
     fields = scores(TokenScores(shift=False), language_metrics, "loss_per_token")
-    for split in SPLITS:
-        windows = Packed(tokens.tables[split], length=length, isolate=isolate)
-        fields[split] = Masked(windows, copies=copies if split == "train" else 1, **hide)
-    chosen = {"isolate": isolate, "whole_word": whole_word, "share": share, "copies": copies}
-    return tokens.task("mlm", length, kind="masked-lm", template="bos $A eos", settings=chosen, **fields)
+    for split, rows in sets.items():
+        fields[split] = Masked(rows, copies=copies if split == "train" else 1, **hide)
+    return fields

@@ -1,6 +1,7 @@
 """Metrics in transformers.Trainer's two steps: shrink the logits of a batch, then sum up over the set."""
 
 import math
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -104,9 +105,8 @@ class Seq2SeqMetrics:
         if self.tokenizer is not None:
             import sacrebleu
 
-            said, meant = (
-                [self.tokenizer.decode(x, skip_special_tokens=True) for x in s] for s in (made, wanted)
-            )
+            decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+            said, meant = ([*map(decode, rows)] for rows in (made, wanted))
             found["bleu"] = sacrebleu.corpus_bleu(said, [meant]).score
             found["chrf"] = sacrebleu.corpus_chrf(said, [meant]).score
         return found
@@ -118,9 +118,5 @@ class Seq2SeqMetrics:
 
 def scores(shrink: Any, compute: Any, metric: str) -> dict[str, Any]:
     """How a task is scored: four of its fields."""
-    return {
-        "preprocess_logits_for_metrics": shrink,
-        "compute_metrics": compute,
-        "metric": metric,
-        "greater_is_better": "accuracy" in metric,
-    }
+    steps = {"preprocess_logits_for_metrics": shrink, "compute_metrics": compute}
+    return {**steps, "metric": metric, "greater_is_better": "accuracy" in metric}

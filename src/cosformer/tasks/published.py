@@ -11,8 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .cache import hashed
-from .collate import Collate
-from .contract import Published, Special, Task
+from .contract import Collate, Published, Special, Task
 from .metrics import class_choice, class_metrics, majority, scores
 from .table import stored
 

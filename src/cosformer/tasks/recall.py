@@ -7,8 +7,7 @@ from typing import Any
 import numpy as np
 
 from .cache import hashed
-from .collate import Collate
-from .contract import IGNORE, SPLITS, Special, Task
+from .contract import IGNORE, SPLITS, Collate, Special, Task
 from .metrics import Seq2SeqMetrics, TokenScores, language_metrics, scores, token_choice
 from .table import Arrays
 

@@ -12,7 +12,8 @@ import sys
 import sysconfig
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain
+from functools import partial
+from itertools import chain, count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -206,10 +207,7 @@ def saved(path: Path) -> dict[str, Iterable[Row]]:
         parts = {ours: loaded[name] for ours in SPLITS for name in loaded if name in SPLIT_WORDS[ours]}
         if "train" not in parts:
             raise DataError(f"no split named train; found {', '.join(loaded)}", path=path)
-    return {
-        split: (Row(path, number, fields) for number, fields in enumerate(part, 1))
-        for split, part in parts.items()
-    }
+    return {split: map(partial(Row, path), count(1), part) for split, part in parts.items()}
 
 
 class Holdout:
@@ -243,7 +241,7 @@ class Source:
     """What a user points at, and how its records are read; they are `generated` where there is no data."""
 
     data: Any
-    seed: int
+    seed: int = 0
     holdout: float | None = None  # share held out where the data does not name all splits; None: nothing is
     columns: Sequence[str] | None = None  # of a file without a header
     skip_bad_rows: int = 0
@@ -257,12 +255,10 @@ class Source:
             return hashed(self.generated.__name__, self.seed)
         if is_saved_dataset(self.data):
             path = locate(self.data)
-            parts = {str(p.relative_to(path)): [p] for p in sorted(path.rglob("*")) if p.is_file()}
+            named = [(str(p.relative_to(path)), p) for p in sorted(path.rglob("*")) if p.is_file()]
         else:
-            parts = files(self.data)
-        return hashed(
-            [[part, form(p), digest(p, self.cache)] for part, paths in parts.items() for p in paths]
-        )
+            named = [(part, p) for part, paths in files(self.data).items() for p in paths]
+        return hashed([[part, form(p), digest(p, self.cache)] for part, p in named])
 
     def key(self) -> dict[str, Any]:
         """All that the records depend on."""
@@ -287,14 +283,15 @@ class Source:
         if is_saved_dataset(self.data):
             parts = saved(locate(self.data))
         else:
-            reading: dict[str, Any] = {"columns": self.columns, "bad": self.bad}
-            parts = {
-                split: chain.from_iterable(rows(file, **reading) for file in members)
-                for split, members in files(self.data).items()
-            }
+            read = partial(rows, columns=self.columns, bad=self.bad)
+            parts = {part: chain.from_iterable(map(read, paths)) for part, paths in files(self.data).items()}
         if self.holdout is None and "all" in parts:
             raise DataError("expected a folder with files named train and test")
         assign = Holdout(parts, share=self.holdout, seed=self.seed)
         for part, records in parts.items():
             for index, row in enumerate(records):
                 yield assign(part, index), row
+
+
+# The settings of every task that reads records, besides its data.
+READING = {name: getattr(Source, name) for name in ("columns", "holdout", "skip_bad_rows", "seed", "cache")}

@@ -1,4 +1,4 @@
-"""A table of texts, tokenised whole and kept: what classification and sequence to sequence read."""
+"""Texts with their vocabulary, kept as tables of tokens: what every task over text is made from."""
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from .contract import Collate, Task
 from .source import Row, Source
 from .table import Table, stored
 from .tokens import encoder
@@ -15,38 +16,75 @@ BATCH = 1024  # texts tokenised at once, on as many cores as there are
 HELD, LONGEST = 95, 1024  # percent of the training texts that a length not asked for holds whole; its limit
 
 
-class Texts:
-    """A table's records with their texts by role, and tokens; `roles` says in which column each text is."""
+class Prepared:
+    """Abstract: a source's texts, of which a subclass gives those to train a vocabulary on."""
+
+    def __init__(self, source: Source, tokenizer: str, key: dict[str, Any]):
+        self.source, self.key = source, key  # all that the texts depend on
+        self.encoder = encoder(tokenizer, texts=self.training, key=key, cache=source.cache)
+        self.settings = {"tokenizer": tokenizer, **key}
+        self.facts: dict[str, Any] = {}  # kept with the tables
+
+    def training(self) -> Iterator[str]:
+        raise NotImplementedError
+
+    def stored(self, name: str, rows: Callable[[], Iterable[tuple]], **settings: Any) -> dict[str, Table]:
+        """Tables of `rows()`; the facts say what is left out; see table.stored."""
+
+        def noted() -> Iterator[tuple]:
+            yield from rows()
+            self.facts["left_out"] = self.source.bad.note()
+
+        known = {"vocabulary": self.encoder.vocabulary(), "facts": self.facts, **self.key, **settings}
+        return stored(name, noted, vocab_size=self.encoder.size, cache=self.source.cache, **known)
+
+    def task(
+        self,
+        name: str,
+        length: int,
+        *,
+        single: str,
+        pair: str = "$A $B",
+        packed: bool = False,
+        settings: Mapping[str, Any],
+        notes: Iterable[str] = (),
+        **fields: Any,
+    ) -> Task:
+        """The task over these texts; its saved tokenizer writes them as `single` and `pair` say."""
+        return Task(
+            name=name,
+            collate=Collate(self.encoder.special.pad, packed=packed),
+            settings={"length": length, **settings, **self.settings},
+            left_out=tuple(self.facts["left_out"]),
+            notes=(*self.encoder.notes, *notes),
+            **self.encoder.fields(self.key["content"], length, single=single, pair=pair),
+            **fields,
+        )
+
+
+class Texts(Prepared):
+    """A table's records with their texts by role; `roles` says in which column each text is."""
 
     def __init__(self, source: Source, *, roles: Mapping[str, Columns], tokenizer: str):
-        self.source, self.roles = source, roles
-        self.key = {**source.key(), **{role: asked for role, (asked, _) in roles.items()}}
-        self.encoder = encoder(tokenizer, texts=self._training, key=self.key, cache=source.cache)
-        self.settings = {"tokenizer": tokenizer, **self.key}
+        self.roles = roles
+        key = {**source.key(), **{role: asked for role, (asked, _) in roles.items()}}
+        super().__init__(source, tokenizer, key)
 
     def texts(self, row: Row) -> dict[str, str]:
         """A record's texts, by role."""
         return {role: row.text(asked, usual, argument=role) for role, (asked, usual) in self.roles.items()}
 
-    def _training(self) -> Iterator[str]:
+    def training(self) -> Iterator[str]:
         rows = self.source.each(self.texts)
         return (text for split, texts in rows if split == "train" for text in texts.values())
 
-    def stored(
-        self, name: str, rows: Callable[[], Iterable[tuple]], *, facts: dict[str, Any], **settings: Any
-    ) -> dict[str, Table]:
-        """Tables of `rows()`, their texts as tokens, whole; facts say what is left out; see table.stored."""
-
-        def encoded() -> Iterator[tuple]:
-            left = iter(rows())
-            while batch := list(itertools.islice(left, BATCH)):
-                ids = iter(self.encoder.encode([row[role] for _, row in batch for role in self.roles]))
-                for split, row in batch:
-                    yield split, {**row, **{role: next(ids) for role in self.roles}}
-            facts["left_out"] = self.source.bad.note()
-
-        known = {"vocabulary": self.encoder.vocabulary(), "facts": facts, **self.key, **settings}
-        return stored(name, encoded, vocab_size=self.encoder.size, cache=self.source.cache, **known)
+    def encoded(self, rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, dict[str, Any]]]:
+        """Rows with their texts as tokens, whole."""
+        left = iter(rows)
+        while batch := list(itertools.islice(left, BATCH)):
+            ids = iter(self.encoder.encode([row[role] for _, row in batch for role in self.roles]))
+            for split, row in batch:
+                yield split, {**row, **{role: next(ids) for role in self.roles}}
 
 
 def length_for(needed: np.ndarray, asked: int | None, *, setting: str = "--length") -> tuple[int, list[str]]:

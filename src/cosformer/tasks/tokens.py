@@ -68,11 +68,9 @@ class Encoder:
 
         ids = asdict(self.special)
         tokens = dict(zip(ids, self.tokenizer.convert_ids_to_tokens(list(ids.values()))))
-        forms = [[tokens.get(part, part) for part in form.split()] for form in (single, pair)]
+        one, two = ([tokens.get(part, part) for part in form.split()] for form in (single, pair))
         special = [(tokens[role], number) for role, number in ids.items()]
-        self._backend.post_processor = TemplateProcessing(
-            single=forms[0], pair=forms[1], special_tokens=special
-        )
+        self._backend.post_processor = TemplateProcessing(single=one, pair=two, special_tokens=special)
         self.tokenizer.model_max_length = length
         name = hashed(content, self.tokenizer.get_vocab())
         known = {"vocab_size": self.size, "special": self.special, "tokenizer": self.tokenizer}
@@ -120,17 +118,9 @@ class Encoder:
 def _fast(backend: Any) -> Any:
     from transformers import PreTrainedTokenizerFast
 
-    pad, bos, eos, sep, mask = Special.names
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend,
-        pad_token=pad,
-        bos_token=bos,
-        cls_token=bos,
-        eos_token=eos,
-        sep_token=sep,
-        mask_token=mask,
-        clean_up_tokenization_spaces=False,
-    )
+    roles = dict(zip(("pad_token", "bos_token", "eos_token", "sep_token", "mask_token"), Special.names))
+    roles["cls_token"] = roles["bos_token"]
+    return PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=False, **roles)
 
 
 def byte_tokenizer() -> Any:
@@ -151,12 +141,9 @@ def _train(texts: Iterable[str], size: int) -> Any:
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    special = list(Special.names)
-    trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=special, initial_alphabet=alphabet, show_progress=False
-    )
-    backend.train_from_iterator(texts, trainer)
+    first: dict[str, Any] = {"special_tokens": list(Special.names)}
+    first["initial_alphabet"] = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, show_progress=False, **first))
     return backend
 
 

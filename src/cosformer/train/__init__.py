@@ -7,9 +7,9 @@ OUT/metrics.jsonl  what was logged                  OUT/result.json      final s
 The same command works under torchrun: every process runs this code, and the first one writes.
 """
 
+from .build import evaluate
 from .progress import quieten
 from .run import train
-from .scores import evaluate
 from .settings import Run, SettingsError
 from .trainer import Interrupted, NotFinite, Stopped
 

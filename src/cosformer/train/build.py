@@ -1,6 +1,9 @@
-"""From a run's settings to its task, model and trainer; what cannot be is refused with the setting's name."""
+"""From a run's settings to its task, model, trainer and scores; what cannot be is refused by its name."""
 
+import dataclasses
 import importlib.util
+import json
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +19,7 @@ from .. import tasks
 from ..seal import damage
 from ..tasks.contract import Rows
 from . import models
+from .progress import OWN
 from .settings import DEFAULTS, Run, SettingsError
 from .trainer import Trainer
 
@@ -63,12 +67,9 @@ def build_model(run: Run, task: tasks.Task, *, start: str | None) -> PreTrainedM
             return models.build(task, mixer=run.mixer, size=run.size, fields=fields, seed=run.seed)
         check_start(start, task)
         torch.manual_seed(run.seed)
-        fields = dict(run.model_fields)
-        if task.num_labels is not None:
-            fields |= {"num_labels": task.num_labels, "id2label": dict(enumerate(task.labels))}
-            fields["label2id"] = {label: i for i, label in enumerate(task.labels)}
-            fields["ignore_mismatched_sizes"] = True
-        return models.load(start, task.kind, **fields)
+        labels = models.label_fields(task)
+        fields = run.model_fields | labels
+        return models.load(start, task.kind, ignore_mismatched_sizes=bool(labels), **fields)
 
 
 def check_start(start: str, task: tasks.Task) -> None:
@@ -182,3 +183,34 @@ def part(dataset: Rows, count: int | None) -> Dataset:
     if count is None or count >= len(dataset):
         return dataset
     return Subset(dataset, [i * len(dataset) // count for i in range(count)])
+
+
+def scores(trainer: Trainer, task: tasks.Task, split: str, *, examples: int | None) -> dict[str, float]:
+    """The scores of the trainer's model on a split; of one that writes, by words and as it writes."""
+    dataset = part(getattr(task, split), examples)
+    found: dict[str, float] = {}
+    trainer.args.generation_max_length = task.max_target_length
+    for generate in (False, True) if task.kind == "seq2seq" else (False,):
+        trainer.args.predict_with_generate = generate
+        found |= trainer.evaluate(dataset, metric_key_prefix=split)
+    mine = [key for key in found if key.startswith(split) and not key.endswith(OWN)]
+    return {key.removeprefix(f"{split}_"): found[key] for key in mine}
+
+
+def evaluate(run: Run, model: str | Path, *, split: str = "test") -> dict[str, float]:
+    """The scores of the model saved in a folder on one split of a run's task."""
+    task = build_task(run, model=str(model))
+    with refused(ValueError, f"model {model}"):
+        head = json.loads((Path(model) / "config.json").read_text()).get("architectures") or [None]
+    if head[0] != models.CLASSES[task.kind].__name__:
+        told = f"{model} is a {head[0]}, which knows nothing of task {task.name!r} yet"
+        raise SettingsError(f"{told}; cosformer finetune trains it")
+    if task.num_labels is not None and (labels := models.labels_of(str(model))) != list(task.labels):
+        told = f"{model} tells {', '.join(labels)} apart; the data has {', '.join(task.labels)}"
+        way = f"name them all: --set task.labels={','.join(labels)}"
+        raise SettingsError(f"{told}. If it is a part of them, {way}")
+    with tempfile.TemporaryDirectory() as nowhere:
+        training = run.training | {"report_to": []}
+        run = dataclasses.replace(run, out=nowhere, model_fields={}, training=training)
+        trainer = build_trainer(run, task, build_model(run, task, start=str(model)), [])
+        return scores(trainer, task, split, examples=run.test_examples)

@@ -14,10 +14,10 @@ from transformers import HfArgumentParser, Seq2SeqTrainingArguments
 
 from .. import mixers, tasks
 from . import models
+from .build import evaluate as score
 from .dryrun import dry_run
 from .progress import clock, quieten, say, show
 from .run import train as carry_out
-from .scores import evaluate as score
 from .settings import KEYS, TABLES, Run, SettingsError, read_recipe
 from .trainer import Interrupted, Stopped
 
@@ -26,19 +26,10 @@ THEIRS = (
     "Every argument of transformers' Seq2SeqTrainingArguments is taken, too: --max_steps 500 "
     "--learning_rate 3e-4 --per_device_train_batch_size 16 --gradient_accumulation_steps 4 --bf16 ..."
 )
-SCORING = (  # those of them that mean something where nothing is trained
-    "per_device_eval_batch_size",
-    "eval_accumulation_steps",
-    "generation_num_beams",
-    "dataloader_num_workers",
-    "bf16",
-    "bf16_full_eval",
-    "fp16",
-    "fp16_full_eval",
-    "tf32",
-    "torch_compile",
-    "use_cpu",
-)
+# Those of them that mean something where nothing is trained.
+SCORING = ("per_device_eval_batch_size", "eval_accumulation_steps", "generation_num_beams",
+           "dataloader_num_workers", "bf16", "bf16_full_eval", "fp16", "fp16_full_eval", "tf32",
+           "torch_compile", "use_cpu")  # fmt: skip
 
 
 def train(argv: list[str]) -> None:
@@ -52,9 +43,8 @@ def train_parser() -> argparse.ArgumentParser:
     sizes = ", ".join(f"{name} ({size})" for name, size in models.SIZES.items())
     p.add_argument("--size", help=f"{sizes}, published (default: tiny)")
     p.add_argument("--start", metavar="DIR", help="a saved model to start from, such as a pre-trained one")
-    p.add_argument(
-        "--pretrain-first", action="store_true", help="first masked pre-training on the task's inputs"
-    )
+    first = "first masked pre-training on the task's inputs"
+    p.add_argument("--pretrain-first", action="store_true", help=first)
     p.add_argument("--dry-run", action="store_true", help="check all shapes, take two steps; needs no data")
     return p
 
@@ -94,9 +84,8 @@ def parser(prog: str, description: str) -> argparse.ArgumentParser:
     shared = "processes that share each sequence, under torchrun (default: 1)"
     p.add_argument("--sequence-parallel", type=int, metavar="W", help=shared)
     p.add_argument("--test-examples", type=int, help="take the final scores on this many examples")
-    p.add_argument(
-        "--set", action="append", metavar="TABLE.KEY=VALUE", help="any other setting, as in a recipe"
-    )
+    other = "any other setting, as in a recipe"
+    p.add_argument("--set", action="append", metavar="TABLE.KEY=VALUE", help=other)
     return p
 
 

@@ -20,8 +20,7 @@ from torch._subclasses import FakeTensorMode
 from .. import tasks
 from ..tasks.tokens import byte_tokenizer
 from . import models
-from .build import build_model, build_trainer
-from .scores import scores
+from .build import build_model, build_trainer, scores
 from .settings import DEFAULTS, Run, SettingsError
 
 EXAMPLES = (4, 2, 2)  # of each set, where they are made for the dry run
@@ -92,8 +91,7 @@ def check_shapes(run: Run, task: tasks.Task, start: str | None) -> int:
 def config_of(run: Run, task: tasks.Task, start: str | None) -> Any:
     if start is None:
         return models.config_of(task, mixer=run.mixer, size=run.size, fields=run.model_fields)
-    fields = {} if task.num_labels is None else {"num_labels": task.num_labels}
-    fields |= run.model_fields
+    fields = models.label_fields(task) | run.model_fields
     return models.CLASSES[task.kind].config_class.from_pretrained(start, local_files_only=True, **fields)
 
 

@@ -22,6 +22,9 @@ CLASSES: dict[str, Any] = {
     "seq2seq": hf.CosformerForConditionalGeneration,
 }
 
+OF_MIXERS = ("mixer_options", "horizon", "layer_types", "full_attention_interval", "short_conv", "qk_norm",
+             "output_gate")  # fmt: skip
+
 
 def size_of(name: str, task: Task) -> Size:
     """A preset, or "published": the sizes the task was published with."""
@@ -32,9 +35,8 @@ def size_of(name: str, task: Task) -> Size:
         p = task.published
         return Size(p.layers, p.width, p.heads, p.feedforward)
     if name not in SIZES:
-        raise ValueError(
-            f"size is {name!r}; one of {', '.join(SIZES)}, or published for Long-Range Arena tasks"
-        )
+        known = f"one of {', '.join(SIZES)}, or published for Long-Range Arena tasks"
+        raise ValueError(f"size is {name!r}; {known}")
     return SIZES[name]
 
 
@@ -43,13 +45,10 @@ def config_of(
 ):
     """The configuration; `fields` are the config's own and win."""
     shape, special = size_of(size, task), task.special
-    known: dict[str, Any] = {"vocab_size": task.vocab_size, "max_position_embeddings": task.max_length}
-    known |= {"pad_token_id": special.pad, "bos_token_id": special.bos, "eos_token_id": special.eos}
-    known["mixer"] = mixer
     wide = shape.feedforward or 4 * shape.width
-    spread = max(
-        0.02, 0.8 / math.sqrt(shape.width)
-    )  # from 0.02, for widths near 1,000, small models barely start
+    spread = max(0.02, 0.8 / math.sqrt(shape.width))  # with 0.02 small models barely start
+    known: dict[str, Any] = {"mixer": mixer, "vocab_size": task.vocab_size, **label_fields(task)}
+    known |= {"pad_token_id": special.pad, "bos_token_id": special.bos, "eos_token_id": special.eos}
     if task.kind == "seq2seq":
         known |= {"d_model": shape.width, "dropout": 0.0, "init_std": spread}
         for part in ("encoder", "decoder"):
@@ -57,17 +56,20 @@ def config_of(
             known[f"{part}_ffn_dim"] = wide
         known |= {"decoder_start_token_id": special.bos, "forced_eos_token_id": None}
         known["max_position_embeddings"] = max(task.max_length, task.max_target_length or 0)
-        return hf.CosformerSeq2SeqConfig(**{**known, **(fields or {})})
-    known |= {"hidden_size": shape.width, "num_hidden_layers": shape.layers}
-    known["num_attention_heads"] = shape.heads
-    known["initializer_range"] = spread
-    known["intermediate_size"] = 32 * round(2 * wide / 3 / 32)  # a gated MLP has three matrices, not two
-    if task.kind == "causal-lm":
-        return hf.CosformerConfig(**{**known, **(fields or {})})
-    if task.num_labels is not None:
-        known |= {"num_labels": task.num_labels, "id2label": dict(enumerate(task.labels))}
-        known["label2id"] = {label: i for i, label in enumerate(task.labels)}
-    return hf.CosformerEncoderConfig(**{**known, **(fields or {})})
+    else:
+        known |= {"hidden_size": shape.width, "num_hidden_layers": shape.layers}
+        known |= {"num_attention_heads": shape.heads, "initializer_range": spread}
+        known["intermediate_size"] = 32 * round(2 * wide / 3 / 32)  # a gated MLP has three matrices, not two
+        known["max_position_embeddings"] = task.max_length
+    return CLASSES[task.kind].config_class(**{**known, **(fields or {})})
+
+
+def label_fields(task: Task) -> dict[str, Any]:
+    """The fields of a config that name a task's classes."""
+    if task.num_labels is None:
+        return {}
+    named = {"id2label": dict(enumerate(task.labels)), "label2id": {x: i for i, x in enumerate(task.labels)}}
+    return {"num_labels": task.num_labels, **named}
 
 
 def build(task: Task, *, seed: int = 0, **chosen: Any) -> PreTrainedModel:
@@ -97,9 +99,7 @@ def parameters_beside_softmax(
     model: PreTrainedModel, task: Task, *, size: str, fields: dict[str, Any] | None = None
 ) -> float:
     """The share of parameters a model has more than softmax with learned positions at the same size."""
-    ours = ["mixer_options", "horizon", "layer_types", "full_attention_interval", "short_conv", "qk_norm"]
-    ours += ["output_gate"]
-    plain = {k: v for k, v in (fields or {}).items() if k not in ours}
+    plain = {name: value for name, value in (fields or {}).items() if name not in OF_MIXERS}
     with torch.device("meta"):
         softmax = CLASSES[task.kind](config_of(task, mixer="softmax", size=size, fields=plain))
     return parameters(model) / parameters(softmax) - 1

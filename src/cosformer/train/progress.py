@@ -47,7 +47,7 @@ class Metrics(TrainerCallback):
 
     def __init__(self, path: Path):
         self.path, self.seconds, self.begun, self.training = path, 0.0, 0.0, False
-        self.last = (0.0, 0)  # seconds and tokens at the last line, for the speed
+        self.last, self.speed = (0.0, 0), 0.0  # seconds and tokens at the last line; tokens a second since
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.training = state.is_world_process_zero
@@ -67,7 +67,8 @@ class Metrics(TrainerCallback):
         seconds, tokens = self.now(), state.num_input_tokens_seen
         row: dict[str, Any] = {"step": state.global_step, "tokens": tokens, "seconds": round(seconds, 3)}
         if "loss" in logs:
-            row["tokens_per_second"] = round((tokens - self.last[1]) / max(seconds - self.last[0], 1e-9), 1)
+            self.speed = (tokens - self.last[1]) / max(seconds - self.last[0], 1e-9)
+            row["tokens_per_second"] = round(self.speed, 1)
         self.last = (seconds, tokens)
         known = ("epoch", "num_input_tokens_seen")
         row |= {key: value for key, value in logs.items() if key not in known and not key.endswith(OWN)}
@@ -150,17 +151,14 @@ class Bar(TrainerCallback):
     every = 30.0  # seconds between lines
     form = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
-    def __init__(self, pace: Pace):
+    def __init__(self, metrics: Metrics, pace: Pace):
         self.bar: tqdm | None = None
-        self.said, self.pace = 0.0, pace
+        self.said, self.metrics, self.pace = 0.0, metrics, pace
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if not state.is_world_process_zero:
-            return
-        if sys.stderr.isatty():
+        if state.is_world_process_zero and sys.stderr.isatty():
             done = {"total": state.max_steps, "initial": state.global_step, "bar_format": self.form}
             self.bar = tqdm(unit="step", dynamic_ncols=True, **done)
-        self.last = (time.perf_counter(), state.num_input_tokens_seen)
 
     def on_step_end(self, args, state, control, **kwargs):
         if self.bar is not None:
@@ -169,18 +167,16 @@ class Bar(TrainerCallback):
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or not logs:
             return
-        now = (time.perf_counter(), state.num_input_tokens_seen)
-        speed = (now[1] - self.last[1]) / max(now[0] - self.last[0], 1e-9)
-        self.last = now
         if "eval_loss" in logs:
             found = {key.removeprefix("eval_"): logs[key] for key in logs if key.startswith("eval_")}
             self.say(f"step {state.global_step:,}: {show(found)}")
         elif "loss" in logs:
-            line = f"loss {logs['loss']:.4f}, {speed:,.0f} tokens/s, {clock(self.pace.left(state))} left"
+            speed, left = self.metrics.speed, clock(self.pace.left(state))
+            line = f"loss {logs['loss']:.4f}, {speed:,.0f} tokens/s, {left} left"
             if self.bar is not None:
                 self.bar.set_postfix_str(line)
-            elif now[0] - self.said > self.every:
-                self.said = now[0]
+            elif time.perf_counter() - self.said > self.every:
+                self.said = time.perf_counter()
                 self.say(f"step {state.global_step:,} of {state.max_steps:,}: {line}")
 
     def say(self, line: str) -> None:

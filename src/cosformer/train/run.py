@@ -18,23 +18,16 @@ from .. import tasks
 from ..seal import damage, files, is_sealed, seal, unseal, write
 from . import models
 from .alive import Lost, watched
-from .build import at_end, build_model, build_task, build_trainer, refused
+from .build import at_end, build_model, build_task, build_trainer, refused, scores
 from .checkpoints import newest_whole, put_aside
 from .progress import Bar, Interrupt, Metrics, Pace, say
-from .scores import scores
 from .settings import DEFAULTS, Run, SettingsError
 from .trainer import UNWRITABLE, Interrupted, Stopped, Trainer
 
 PACKAGES = ("cosformer", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
-SPREAD = (  # how a run's batches are spread over processes; it may go on with another spread
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "per_device_eval_batch_size",
-    "fsdp",
-    "fsdp_config",
-    "sequence_parallel",
-    "ddp_timeout",
-)
+# How a run's batches are spread over processes; it may go on with another spread.
+SPREAD = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "fsdp",
+          "fsdp_config", "sequence_parallel", "ddp_timeout")  # fmt: skip
 LENGTH = ("max_steps", "num_train_epochs")  # a run may go on for more of these
 
 
@@ -136,7 +129,7 @@ def stage(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallba
     with Interrupt() as interrupt:
         model = build_model(run, task, start=start)
         metrics, pace = Metrics(out / "metrics.jsonl"), Pace()
-        trainer = build_trainer(run, task, model, [interrupt, metrics, pace, watch or Bar(pace)])
+        trainer = build_trainer(run, task, model, [interrupt, metrics, pace, watch or Bar(metrics, pace)])
         check_batch_norm(model, trainer)
         examples = run.test_examples or at_end(trainer)
         pace.batch = trainer.get_total_train_batch_size(trainer.args)
@@ -166,9 +159,7 @@ def stage(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallba
             if interrupt.asked is not None:  # in the last evaluation; what would come after must not begin
                 told = f"interrupted by {interrupt.asked} after the last step"
                 raise Interrupted(f"{told}; the run in {out} is complete")
-        except Lost as error:
-            raise Stopped(f"{error}; {trainer.what_is_left()}") from error
-        except UNWRITABLE as error:
+        except (Lost, *UNWRITABLE) as error:
             raise Stopped(f"{error}; {trainer.what_is_left()}") from error
     return result
 
@@ -214,11 +205,9 @@ def check_batch(out: Path, trainer: Trainer) -> None:
     """A run may go on with another number of processes, but not with other batches."""
     before, now = saved_fact(out, "batch"), trainer.get_total_train_batch_size(trainer.args)
     if before != now:
+        told = f"{out} was trained with {before} examples a step, now it would be {now}"
         factors = "per_device_train_batch_size x gradient_accumulation_steps x "
-        raise SettingsError(
-            f"{out} was trained with {before} examples a step, now it would be {now}; "
-            f"{factors}{trainer.args.world_size} process(es) must be {before}"
-        )
+        raise SettingsError(f"{told}; {factors}{trainer.args.world_size} process(es) must be {before}")
 
 
 def check_data(out: Path, task: tasks.Task) -> None:

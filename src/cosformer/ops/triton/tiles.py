@@ -57,7 +57,7 @@ def travelling(axis: Axis) -> Axis:
     """The axis with its integers as they travel."""
     *numbers, own, other, table = axis
     places = (Place(*[2 * n + 3 for n in place]) for place in (own, other))
-    return Axis(*[2 * n + 3 for n in numbers], *places, table)
+    return Axis._make([*(2 * n + 3 for n in numbers), *places, table])
 
 
 class States(NamedTuple):
