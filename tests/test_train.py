@@ -523,6 +523,8 @@ def test_the_command_line_wins_over_a_recipe():
     assert said["training"] == {"max_steps": 9, "seed": 2, "learning_rate": 0.01, "bf16": False}
     assert said["model_fields"] == {"dropout": 0.1, "pooling": "mean"}
     assert merged("copy", "--recipe", "r.toml")["task"] == "copy"
+    sampled = merged("--recipe", "r.toml", "--loss", "one-vs-each", "--loss-samples", "99")
+    assert sampled["model_fields"] == {"dropout": 0.1, "loss": "one-vs-each", "loss_samples": 99}
     run = train.Run(**merged("--recipe", "r.toml"))
     run.save(Path("run.json"))
     assert train.Run.load(Path("run.json")) == run
@@ -540,6 +542,8 @@ def test_the_command_line_wins_over_a_recipe():
         (["copy", "--output_dir", "x"], "output_dir is the run's --out"),
         (["copy", "--mixer", "nobody"], "unknown mixer 'nobody'; one of bigbird"),
         (["copy", "--size", "huge"], "size is 'huge'; one of toy"),
+        (["copy", "--loss", "hinge"], "loss is 'hinge' over 256 samples; one of 'softmax', 'one-vs-each'"),
+        (["reverse", "--loss", "one-vs-each"], "model has no field 'loss'; see CosformerSeq2SeqConfig"),
         (["copy", "--size", "published"], "size 'published': task 'copy' has no published sizes"),
         (["copy", "--data", "x"], "task 'copy' has no setting 'data'; it takes length"),
         (["copy", "--set", "copy"], "--set copy: it takes task.KEY=VALUE or model.KEY=VALUE"),

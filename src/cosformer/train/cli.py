@@ -94,6 +94,9 @@ def training_parser(prog: str, description: str) -> argparse.ArgumentParser:
     p.epilog = THEIRS
     p.add_argument("--recipe", type=Path, help="a TOML file with the same settings; the command line wins")
     p.add_argument("--out", help="the run's folder (default: runs/TASK-MIXER)")
+    vocabulary = "softmax (default), or one-vs-each: a bound whose cost does not grow with the vocabulary"
+    p.add_argument("--loss", help=vocabulary)
+    p.add_argument("--loss-samples", type=int, metavar="N", help="classes one-vs-each draws (default: 256)")
     few = "validate on this many examples while training (default: for less than a tenth of the time)"
     p.add_argument("--eval-examples", type=int, help=few)
     again = "go on from the newest whole checkpoint in --out; with a larger --max_steps a finished run, too"
@@ -129,6 +132,9 @@ def merge(given: argparse.Namespace, training: dict[str, Any], *, task: str | No
     for key in ("data", "length", "tokenizer", "skip_bad_rows"):
         if key in said:
             found.setdefault("task_settings", {})[key] = said[key]
+    for key in ("loss", "loss_samples"):
+        if key in said:
+            found.setdefault("model_fields", {})[key] = said[key]
     for assignment in said.get("set", []):
         place, equals, value = assignment.partition("=")
         table, dot, key = place.partition(".")
