@@ -42,7 +42,7 @@ ORDER = {
         "checks fades packing shard triton.blocks triton.tiles",
         "triton.kernels",
         "operator _native _torch triton.run",
-        "trust",  # compares with torch
+        "_rows trust",  # trust compares with torch
         "_triton",
         "convolution norm plan step",
         "state",
