@@ -76,7 +76,26 @@ def test_models(tmp_path, capsys, monkeypatch):
         (mixer, work) for mixer in models.MIXERS for work in ("training", "decoding")
     }
     assert all(row.cache_bytes > 0 for row in rows if row.work == "decoding")
-    assert "tokens/s" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "of the bound, " in said and "x softmax, " in said and "its weights read once at " in said
+
+
+def test_the_weights_that_a_token_needs():
+    """All but the table of embeddings."""
+    size = models.Size(1, 32, 2)
+    model = models.build("softmax+rope", 16, size)
+    every = sum(p.nbytes for p in model.parameters())
+    assert models.bytes_read("softmax+rope", 16, size) == every - 4 * models.VOCABULARY * 32
+    assert models.bandwidth() > 1e8
+
+
+def test_softmax_is_measured_after_as_long_a_context():
+    """Its cache is filled, not read; ours is read."""
+    model = models.build("softmax+rope", 64, models.Size(2, 32, 2))
+    read = model(input_ids=torch.zeros(1, 40, dtype=torch.long), use_cache=True).past_key_values
+    made = models.filled(model.config, 40)
+    assert [layer.keys.shape for layer in made.layers] == [layer.keys.shape for layer in read.layers]
+    assert made.get_seq_length() == 40
 
 
 def test_decoding_costs_the_same_after_any_number_of_steps(monkeypatch):

@@ -43,7 +43,7 @@ ORDER = {
         "checks fades packing shard triton.blocks triton.packed triton.tiles",
         "triton.device triton.kernels",
         "operator _native _torch triton.run",
-        "trust",  # compares with torch
+        "_rows trust",  # trust compares with torch
         "_triton",
         "convolution norm plan step",
         "state",

@@ -1,10 +1,13 @@
 """Whole causal language models, a mixer each, in the same blocks: cost of a training step and of decoding.
 
-Training is a forward and a backward of the loss, batch 1; decoding feeds one token after a context.
+Training is a forward and a backward of the loss, batch 1; decoding feeds one token after a context. A token
+cannot be had sooner than the weights are read, so decoding is shown beside that bound: their bytes over the
+speed at which memory is read. A model that fits into the caches can be a little faster.
 """
 
 import argparse
 import copy
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -21,9 +24,10 @@ from .measure import Say, Work, in_turns, peak_memories
 
 MIXERS = ["cosformer", "cosformer-paper", "softmax+rope"]
 LENGTHS = [1024, 4096, 16384]
-CONTEXTS = [512, 16384]
+CONTEXTS = [64, 512, 4096, 65_536]
 SIZE = Size(4, 256, 4, feedforward=1536)
 VOCABULARY = 256
+BIG = 1 << 28  # bytes: more than the caches hold
 ROOM = 32_768  # positions after the context, for the tokens that are decoded while the time is taken
 
 
@@ -95,11 +99,14 @@ def decoding(mixers: list[str], context: int, *, size: Size, seconds: float, say
 
 def decoder(model: Any, context: int) -> tuple[Work, int]:
     """A function that decodes one more token after a context, and the bytes of cache at its start."""
-    ids = torch.randint(VOCABULARY, (1, context))
+    ids, first = torch.randint(VOCABULARY, (1, context)), None
     with torch.inference_mode():
-        cache = model(input_ids=ids, logits_to_keep=1, use_cache=True).past_key_values
+        if type(model) is LlamaForCausalLM:
+            cache = filled(model.config, context)
+        else:
+            cache = model(input_ids=ids, logits_to_keep=1, use_cache=True).past_key_values
+            first = copy.deepcopy(cache)
     size, token, left = cache_bytes(cache), ids[:, -1:], ROOM
-    first = None if type(model) is LlamaForCausalLM else copy.deepcopy(cache)
 
     def step() -> None:
         nonlocal cache, left
@@ -112,6 +119,32 @@ def decoder(model: Any, context: int) -> tuple[Work, int]:
         left -= 1
 
     return step, size
+
+
+def filled(config: LlamaConfig, context: int) -> DynamicCache:
+    """Llama's cache after a context, with any numbers in it: reading a long one would take minutes."""
+    cache = DynamicCache(config=config)
+    for layer in range(config.num_hidden_layers):
+        cache.update(*torch.randn(2, 1, config.num_key_value_heads, context, config.head_dim), layer)
+    return cache
+
+
+def bytes_read(mixer: str, length: int, size: Size) -> int:
+    """The bytes of weights that one token needs: all but the table of embeddings, of which it takes a row."""
+    model = build(mixer, length, size)
+    table = model.get_input_embeddings().weight
+    return sum(p.nbytes for p in model.parameters() if p is not table)
+
+
+def bandwidth() -> float:
+    """The bytes a second at which all threads read memory: the best of a few sums of one large tensor."""
+    numbers = torch.ones(BIG // 4)
+    taken = []
+    for _ in range(5):
+        start = time.perf_counter()
+        numbers.sum()
+        taken.append(time.perf_counter() - start)
+    return BIG / min(taken)
 
 
 def cache_bytes(cache: DynamicCache) -> int:
@@ -146,11 +179,20 @@ def summary(rows: list[Cost]) -> str:
         ratio = f"  {rate / softmax:.2f}x softmax" if softmax and mixer != "softmax+rope" else ""
         lines.append(f"training, length {length:>6}: {mixer:<20} {rate:>8,.0f} tokens/s{ratio}")
     decoded = [row for row in rows if row.work == "decoding"]
+    rates = {(r.mixer, r.length): r.tokens_per_second for r in decoded}
+    speed = bandwidth() if decoded else 0.0
+    bounds = {mixer: speed / bytes_read(mixer, 64, SIZE) for mixer in dict.fromkeys(r.mixer for r in decoded)}
     for row in decoded:
-        mib = (row.cache_bytes or 0) / 2**20
+        rate, softmax, held = row.tokens_per_second, rates.get(("softmax+rope", row.length)), row.cache_bytes
+        said = f"{row.ms:.2f} ms/token, {rate:,.0f} tokens/s, {rate / bounds[row.mixer]:.2f} of the bound"
+        if softmax and row.mixer != "softmax+rope":
+            said += f", {rate / softmax:.2f}x softmax"
         lines.append(
-            f"decoding after {row.length:>6}: {row.mixer:<20} {row.ms:.2f} ms/token, {mib:.2f} MiB of cache"
+            f"decoding after {row.length:>6}: {row.mixer:<20} {said}, {(held or 0) / 2**20:.2f} MiB of cache"
         )
+    for mixer, bound in bounds.items():
+        said = f"{bound:,.0f} tokens/s, its weights read once at {speed / 1e9:.1f} GB/s"
+        lines.append(f"bound of decoding:     {mixer:<20} {said}")
     for mixer in dict.fromkeys(row.mixer for row in decoded):
         first, last = (next(r for r in order if r.mixer == mixer) for order in (decoded, decoded[::-1]))
         if first is not last:

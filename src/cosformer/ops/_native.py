@@ -14,23 +14,21 @@ from pathlib import Path
 
 import torch  # before the kernel is loaded, so that both use the OpenMP runtime that torch brings
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .call import Backend, Call, Grads, Inputs, Outputs, Run, Upstream, dense, projected, theta
 from .checks import check_rates
 
 ISAS = ("avx512", "avx2", "neon", "baseline")  # best first
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CALL = struct.Struct("=13qd6q5q24qq12q")  # struct cosformer_call
 _PLACES = struct.Struct("=9q2q")  # struct cosformer_places
 _GRADS = struct.Struct("=36q2q")  # struct cosformer_grads
-_CONVOLUTION = struct.Struct("=8q12q2q")  # struct cosformer_convolution_call
-_NORM = struct.Struct("=3qdq24qq")  # struct cosformer_norm_call
+CONVOLUTION = struct.Struct("=8q12q2q")  # struct cosformer_convolution_call
+NORM = struct.Struct("=3qdq24qq")  # struct cosformer_norm_call
 _ABSENT = (0,) * 6  # a tensor that is not there
 BLOCK = struct.Struct("=7q4d4q27q3q2q")  # struct cosformer_block
-_STRUCTS = (_CALL, _PLACES, _GRADS, _CONVOLUTION, _NORM, BLOCK)
+_STRUCTS = (_CALL, _PLACES, _GRADS, CONVOLUTION, NORM, BLOCK)
 _ABI = reduce(lambda abi, struct: 1000 * abi + struct.size, _STRUCTS, 0)
 _LARGE = 1 << 25  # bytes: smaller memory malloc gives out again, pages and all; this comes fresh every time
 _CPU = torch.device("cpu")
@@ -118,10 +116,10 @@ def _loaded() -> _Kernel | str:
         return str(error)
 
 
-def _kernel() -> _Kernel:
-    kernel = _loaded()
-    assert isinstance(kernel, _Kernel), "a call is refused where there is no kernel"
-    return kernel
+def kernel() -> _Kernel:
+    loaded = _loaded()
+    assert isinstance(loaded, _Kernel), "a call is refused where there is no kernel"
+    return loaded
 
 
 def problem() -> str | None:
@@ -139,8 +137,9 @@ def info() -> dict[str, object]:
 # Calling
 
 
-def _tensor(t: Tensor | None) -> tuple[int, ...]:
-    return _ABSENT if t is None else (t.data_ptr(), _DTYPES[t.dtype], *t.stride())
+def described(t: Tensor | None) -> tuple[int, ...]:
+    """struct cosformer_tensor."""
+    return _ABSENT if t is None else (t.data_ptr(), DTYPES[t.dtype], *t.stride())
 
 
 def _rows(t: Tensor | None) -> Tensor | None:
@@ -161,7 +160,7 @@ def _in_memory(x: Inputs) -> Inputs:
 def _fresh(t: Tensor) -> Tensor:
     """A tensor about to be filled; if large, in huge pages: small ones take the system long to hand out."""
     if t.nbytes >= _LARGE:
-        _kernel().expect(t.data_ptr(), t.nbytes)
+        kernel().expect(t.data_ptr(), t.nbytes)
     return t
 
 
@@ -188,12 +187,13 @@ def _packed(x: Inputs, y: Outputs, call: Call, angles: Tensor | None) -> bytes:
         B, H, Hk, L, S, D, E, call.causal, call.relu, call.signed, call.q_offset, call.position,
         torch.get_num_threads(), call.eps,
         0 if angles is None else angles.data_ptr(), *sequences, *mask, *rates,
-        *_tensor(x.q), *_tensor(x.k), *_tensor(x.v), *_tensor(y.out), y.norm.data_ptr(),
-        *_tensor(x.state), *_tensor(y.after),
+        *described(x.q), *described(x.k), *described(x.v), *described(y.out), y.norm.data_ptr(),
+        *described(x.state), *described(y.after),
     )  # fmt: skip
 
 
-def _check(failed: int, rates: Tensor | None = None) -> None:
+def check(failed: int, rates: Tensor | None = None) -> None:
+    """Raise what a return code of the kernel stands for."""
     if failed == 1:
         raise MemoryError("the native kernel could not allocate its scratch memory")
     if failed:  # the kernel has seen a rate that it cannot take
@@ -209,10 +209,10 @@ def forward(x: Inputs, call: Call) -> Outputs:
     y, x, angles = Outputs.empty(x, call), _in_memory(x), _angles(x, call)
     _fresh(y.out)
     if not _is_added_to(x, call):
-        _check(_kernel().forward(_packed(x, y, call, angles)), x.decay)
+        check(kernel().forward(_packed(x, y, call, angles)), x.decay)
         return y
     summed = y._replace(out=_fresh(torch.empty_like(y.out, dtype=torch.float32)))
-    _check(_kernel().forward(_packed(x, summed, call, angles)), x.decay)
+    check(kernel().forward(_packed(x, summed, call, angles)), x.decay)
     y.out.copy_(summed.out)
     return y
 
@@ -222,7 +222,7 @@ def plan(x: Inputs, call: Call, graph: bool) -> Run | None:
     as_it_is = all(a is b for a, b in zip(x, _in_memory(x), strict=True))
     if not as_it_is or x.cu_seqlens is not None or _is_added_to(x, call):
         return None
-    y, angles, kernel = Outputs.empty(x, call), _angles(x, call), _kernel().forward_at
+    y, angles, call_at = Outputs.empty(x, call), _angles(x, call), kernel().forward_at
     packed, large = _packed(x, y, call, angles), y.out.nbytes >= _LARGE
     shape, strides = y.out.shape, y.out.stride()
     norm_shape = y.norm.shape if graph or call.two_sided(x) else None
@@ -243,8 +243,8 @@ def plan(x: Inputs, call: Call, graph: bool) -> Run | None:
             0 if after is None else after.data_ptr(),
             position, torch.get_num_threads(),
         )  # fmt: skip
-        if failed := kernel(packed, places):
-            _check(failed, decay)
+        if failed := call_at(packed, places):
+            check(failed, decay)
         return out, norm, after
 
     return run
@@ -274,8 +274,8 @@ def backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> Grads:
         ddecay = zeros((B, H, S if x.decay.ndim == 3 else per_head), dtype=torch.float64)
         sums = (dA.data_ptr(), ddecay.data_ptr())
     tensors = (dout, dq, dk, dv, dafter, dstate)
-    grads = _GRADS.pack(*(number for t in tensors for number in _tensor(t)), *sums)
-    _check(_kernel().backward(_packed(x, y, call, angles), grads))
+    grads = _GRADS.pack(*(number for t in tensors for number in described(t)), *sums)
+    check(kernel().backward(_packed(x, y, call, angles), grads))
 
     if grouped:
         dk, dv = (g.transpose(1, 2).unflatten(2, (Hk, H // Hk)).sum(3).transpose(1, 2) for g in (dk, dv))
@@ -284,77 +284,11 @@ def backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> Grads:
     return Grads(dq.to(x.q.dtype), dk.to(x.k.dtype), dv.to(x.v.dtype), ddecay, dstate)
 
 
-# What else a layer does to rows (ops/convolution.py, ops/norm.py)
-
-
-def takes(x: Tensor) -> bool:
-    """Whether the kernel takes this tensor now: where torch traces or maps, its own operations do."""
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or is_functorch_wrapped_tensor(x):
-        return False
-    ours = type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu and x.dtype in _DTYPES
-    return ours and x.numel() > 0 and not x.is_neg() and not isinstance(_loaded(), str)
-
-
-def convolve(x, taps, ahead, boundaries) -> Tensor:
-    """x (B, L, C) with taps (width, C), in float32, -> (B, L, C)."""
-    y = torch.empty(x.shape, dtype=x.dtype)
-    _check(_kernel().convolution(_convolution(x, y, len(taps), ahead, boundaries, taps, None)))
-    return y
-
-
-def convolution_weight_gradient(x, dy, width, ahead, boundaries) -> Tensor:
-    """The gradient (width, C) of the taps, in float32."""
-    parts = torch.zeros((torch.get_num_threads(), width, x.shape[2]), dtype=torch.float32)
-    _check(_kernel().convolution(_convolution(x, dy, width, ahead, boundaries, None, parts)))
-    return parts.sum(0)
-
-
-def _convolution(x, y, width, ahead, boundaries, taps, parts) -> bytes:
-    (B, L, C), threads = x.shape, torch.get_num_threads()
-    sequences = (0, 0) if boundaries is None else (len(boundaries) - 1, boundaries.data_ptr())
-    tensors = [(t.data_ptr(), _DTYPES[t.dtype], t.stride(0), 0, t.stride(1), t.stride(2)) for t in (x, y)]
-    pointers = (0 if t is None else t.data_ptr() for t in (taps, parts))
-    return _CONVOLUTION.pack(B, L, C, width, ahead, threads, *sequences, *tensors[0], *tensors[1], *pointers)
-
-
-def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """The RMS norm of rows (n, D)."""
-    y = torch.empty(x.shape, dtype=x.dtype)
-    _check(_kernel().norm(_norm(x, weight, eps, y, None, None, None)))
-    return y
-
-
-def norm_gradients(x: Tensor, weight: Tensor, eps: float, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """Of x and, in float32, of the weight."""
-    dx = torch.empty(x.shape, dtype=x.dtype)
-    parts = torch.zeros((torch.get_num_threads(), x.shape[1]), dtype=torch.float32)
-    _check(_kernel().norm(_norm(x, weight, eps, None, dy, dx, parts)))
-    return dx, parts.sum(0)
-
-
-def _norm(x, weight, eps, y, dy, dx, parts) -> bytes:
-    tensors = [_tensor(None if t is None else t[None, None]) for t in (x, y, dy, dx)]
-    dweight = 0 if parts is None else parts.data_ptr()
-    sizes = (*x.shape, torch.get_num_threads(), eps, weight.data_ptr())
-    return _NORM.pack(*sizes, *(number for t in tensors for number in t), dweight)
-
-
-# One token through whole blocks (ops/step.py)
-
-
-def step(blocks: bytes, kept: bytes, count: int, x: Tensor, position: int) -> None:
-    """x (B, C) and what the blocks keep, in place."""
-    failed = _kernel().step(blocks, kept, count, x.data_ptr(), *x.shape, position, torch.get_num_threads())
-    if failed == 2:
-        raise ValueError("decay rates must be finite and 0 or more; a gate of this model gives others")
-    _check(failed)
-
-
 BACKEND = Backend(
     forward,
     backward,
     ("cpu",),
-    tuple(_DTYPES),
+    tuple(DTYPES),
     range(1, 257),
     plan=plan,
     checks_rates=True,

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _native
+from . import _rows
 from .shard import Shard
 
 
@@ -33,7 +33,7 @@ def short_convolution(
         return _sharded(x, weight, ahead, shard)
     if before is not None:
         return _streamed(x, weight, before)
-    if _native.takes(x):
+    if _rows.takes(x):
         boundaries = None if cu_seqlens is None else cu_seqlens.to("cpu", torch.int64).contiguous()
         return _Convolution.apply(x, weight, ahead, boundaries)
     return _plain(x, weight, ahead, cu_seqlens)
@@ -44,7 +44,7 @@ class _Convolution(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, ahead: int, boundaries: Tensor | None) -> Tensor:
         ctx.save_for_backward(x, weight, boundaries)
         ctx.ahead = ahead
-        return _native.convolve(x, _taps(weight), ahead, boundaries)
+        return _rows.convolve(x, _taps(weight), ahead, boundaries)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
@@ -53,9 +53,9 @@ class _Convolution(torch.autograd.Function):
         dx = dweight = None
         if ctx.needs_input_grad[0]:
             back = weight.shape[1] - 1 - ctx.ahead
-            dx = _native.convolve(dy, _taps(weight.flip(1)), back, boundaries)
+            dx = _rows.convolve(dy, _taps(weight.flip(1)), back, boundaries)
         if ctx.needs_input_grad[1]:
-            dweight = _native.convolution_weight_gradient(x, dy, weight.shape[1], ctx.ahead, boundaries)
+            dweight = _rows.convolution_weight_gradient(x, dy, weight.shape[1], ctx.ahead, boundaries)
             dweight = dweight.T.to(weight.dtype)
         return dx, dweight, None, None
 

@@ -9,14 +9,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _native
+from . import _rows
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x (..., D), weight (D,) -> x normed, in the dtype of x; it is computed in float32 or wider."""
-    if _native.takes(x):
+    if _rows.takes(x):
         if not torch.is_grad_enabled():  # one token's norm is shorter than autograd's way to it
-            return _native.norm(_rows(x), _scale(weight), eps).view(x.shape)
+            return _rows.norm(_flat(x), _scale(weight), eps).view(x.shape)
         return _Norm.apply(x, weight, eps)
     if x.dtype in (torch.float16, torch.bfloat16):
         return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
@@ -28,17 +28,17 @@ class _Norm(torch.autograd.Function):
     def forward(ctx, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
-        return _native.norm(_rows(x), _scale(weight), eps).view(x.shape)
+        return _rows.norm(_flat(x), _scale(weight), eps).view(x.shape)
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dy: Tensor):
         x, weight = ctx.saved_tensors
-        dx, dweight = _native.norm_gradients(_rows(x), _scale(weight), ctx.eps, _rows(dy.to(x.dtype)))
+        dx, dweight = _rows.norm_gradients(_flat(x), _scale(weight), ctx.eps, _flat(dy.to(x.dtype)))
         return dx.view(x.shape), dweight.to(weight.dtype), None
 
 
-def _rows(x: Tensor) -> Tensor:
+def _flat(x: Tensor) -> Tensor:
     return x.detach().reshape(-1, x.shape[-1]).contiguous()
 
 

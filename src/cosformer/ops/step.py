@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import _native
+from . import _native, _rows
 from .call import theta
 
 MOST_ROWS = 16  # of a batch: for more of them torch's products are the better ones
@@ -65,9 +65,7 @@ class Block:
 
     def is_taken(self) -> bool:
         """Whether the kernel reads such tensors."""
-        plain = all(
-            _native.takes(t) and t.dtype == torch.float32 and t.is_contiguous() for t in self.tensors()
-        )
+        plain = all(_rows.takes(t) and t.dtype == torch.float32 and t.is_contiguous() for t in self.tensors())
         return plain and self.size <= 256
 
 
@@ -90,14 +88,14 @@ class Blocks:
 
     def __call__(self, x: Tensor, kept: Sequence[tuple[Tensor, ...]], position: int) -> None:
         """x (B, C) and, for each block, its state (B, H, F, E + 1) and the last q, k and v that its
-        convolution looks back at, (B, width - 1, channels) each: all contiguous, all changed in place."""
+        convolution looks back at, (B, width - 1, channels) each: all contiguous, and all changed in place."""
         places = [t.data_ptr() for tensors in kept for t in (*tensors, *(x,) * (4 - len(tensors)))]
-        _native.step(self._packed, struct.pack(f"={len(places)}q", *places), len(kept), x, position)
+        _rows.step(self._packed, struct.pack(f"={len(places)}q", *places), len(kept), x, position)
 
 
 def takes(x: Tensor) -> bool:
     """Whether the kernel takes the tokens x (B, C) now."""
-    if not _native.takes(x) or x.dtype != torch.float32 or len(x) > MOST_ROWS:
+    if not _rows.takes(x) or x.dtype != torch.float32 or len(x) > MOST_ROWS:
         return False
     return not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled())
 

@@ -1,0 +1,71 @@
+"""Rows through the native kernel: what a layer does to tokens beside attention, and whole blocks of it."""
+
+import torch
+from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from ._native import CONVOLUTION, DTYPES, NORM, check, described, kernel, problem
+
+
+def takes(x: Tensor) -> bool:
+    """Whether the kernel takes this tensor now: where torch traces or maps, its own operations do."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or is_functorch_wrapped_tensor(x):
+        return False
+    if forward_ad._current_level >= 0:  # forward-mode derivatives
+        return False
+    ours = type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu and x.dtype in DTYPES
+    return ours and x.numel() > 0 and not x.is_neg() and problem() is None
+
+
+def convolve(x, taps, ahead, boundaries) -> Tensor:
+    """x (B, L, C) with taps (width, C), in float32, -> (B, L, C)."""
+    y = torch.empty(x.shape, dtype=x.dtype)
+    check(kernel().convolution(_convolution(x, y, len(taps), ahead, boundaries, taps, None)))
+    return y
+
+
+def convolution_weight_gradient(x, dy, width, ahead, boundaries) -> Tensor:
+    """The gradient (width, C) of the taps, in float32."""
+    parts = torch.zeros((torch.get_num_threads(), width, x.shape[2]), dtype=torch.float32)
+    check(kernel().convolution(_convolution(x, dy, width, ahead, boundaries, None, parts)))
+    return parts.sum(0)
+
+
+def _convolution(x, y, width, ahead, boundaries, taps, parts) -> bytes:
+    (B, L, C), threads = x.shape, torch.get_num_threads()
+    sequences = (0, 0) if boundaries is None else (len(boundaries) - 1, boundaries.data_ptr())
+    tensors = [(t.data_ptr(), DTYPES[t.dtype], t.stride(0), 0, t.stride(1), t.stride(2)) for t in (x, y)]
+    pointers = (0 if t is None else t.data_ptr() for t in (taps, parts))
+    return CONVOLUTION.pack(B, L, C, width, ahead, threads, *sequences, *tensors[0], *tensors[1], *pointers)
+
+
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The RMS norm of rows (n, D)."""
+    y = torch.empty(x.shape, dtype=x.dtype)
+    check(kernel().norm(_norm(x, weight, eps, y, None, None, None)))
+    return y
+
+
+def norm_gradients(x: Tensor, weight: Tensor, eps: float, dy: Tensor) -> tuple[Tensor, Tensor]:
+    """Of x and, in float32, of the weight."""
+    dx = torch.empty(x.shape, dtype=x.dtype)
+    parts = torch.zeros((torch.get_num_threads(), x.shape[1]), dtype=torch.float32)
+    check(kernel().norm(_norm(x, weight, eps, None, dy, dx, parts)))
+    return dx, parts.sum(0)
+
+
+def _norm(x, weight, eps, y, dy, dx, parts) -> bytes:
+    tensors = [described(None if t is None else t[None, None]) for t in (x, y, dy, dx)]
+    dweight = 0 if parts is None else parts.data_ptr()
+    sizes = (*x.shape, torch.get_num_threads(), eps, weight.data_ptr())
+    return NORM.pack(*sizes, *(number for t in tensors for number in t), dweight)
+
+
+def step(blocks: bytes, kept: bytes, count: int, x: Tensor, position: int) -> None:
+    """x (B, C) and what the blocks keep, in place."""
+    failed = kernel().step(blocks, kept, count, x.data_ptr(), *x.shape, position, torch.get_num_threads())
+    if failed == 2:
+        raise ValueError("decay rates must be finite and 0 or more; a gate of this model gives others")
+    check(failed)
