@@ -39,8 +39,8 @@ CHOSEN = (
     "tiny_lengths and (0-5 or 5-0) or rows_with_nothing and float32 and True or state_is_part_of_the_graph"
     " or saved_and_loaded or beams or memory_of_cross or never_changed or rates_begin and float32"
     " or test_checkpoint or test_jacobian or marks_instead or layouts_match or zero_decay or rates_as_numbers"
-    " or do_not_leak or default_horizon or test_definition and float32 and 9-20-40"
-    " or test_packed_is_looped and lengths3 or waits or refused"
+    " or do_not_leak or default_horizon_is or test_definition and float32 and 9-20-40 and True-True"
+    " or test_packed_is_looped and lengths2 and True-head or waits_for_a_device or refused"
 )
 
 
