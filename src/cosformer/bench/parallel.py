@@ -175,7 +175,7 @@ def run(args: argparse.Namespace, say: Say) -> Iterator[Shared]:
     for length in lengths:
         for processes in args.parallel or PROCESSES:
             say(f"{length:,} tokens, {processes} process(es)")
-            yield measured(processes, length, size=SIZE, steps=max(LEAST, 2**17 // length))
+            yield measured(processes, length, size=SIZE, steps=max(LEAST, min(16, 2**17 // length)))
 
 
 def summary(rows: list[Shared]) -> str:
