@@ -179,7 +179,7 @@ def test_openmp_runtime_is_shared():
     assert len(runtimes) == 1, runtimes
 
 
-# Not under ThreadSanitizer: it does not see how the OpenMP runtime orders threads (gcc's is built without it),
+# Not under ThreadSanitizer: it cannot see how the OpenMP runtime orders threads (gcc's is built without it),
 # and takes every barrier for a race. `test_threads` and `test_concurrent_calls` compare results instead.
 
 
