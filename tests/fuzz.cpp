@@ -124,6 +124,16 @@ bool one_call() {
     if (!packed && !two_sweeps && (stream || !c.causal)) c.state_out = tensor({c.B, c.H, F, c.E + 1}, F32, true, true);
     c.signed_norm = !c.relu && chance(50);
     if (!c.relu) c.eps = 1;  // signed features: keep the quotient tame
+    if (chance(30) && !two_sweeps) {  // the same by its places, into the state that came in where there is one
+        cosformer_call like = c;
+        like.q.data = like.k.data = like.v.data = like.out.data = like.state_in.data = like.state_out.data = nullptr;
+        like.norm = nullptr, like.mask = nullptr, like.decay = nullptr, like.threads = 1, like.position = 0;
+        void *after = c.L == 1 && c.state_in.data ? c.state_in.data : c.state_out.data;
+        if (after == c.state_in.data && after) like.state_out = c.state_in;
+        cosformer_places places = {c.q.data, c.k.data, c.v.data, c.out.data, nullptr, const_cast<float *>(c.decay),
+                                   const_cast<uint8_t *>(c.mask), c.state_in.data, after, c.position, c.threads};
+        if (cosformer_forward_at(&like, &places)) return false;
+    }
     if (cosformer_forward(&c)) return false;
     bool good = finite(c.out, {c.B, c.H, c.L, c.E});
 
@@ -147,6 +157,51 @@ bool one_call() {
     return good;
 }
 
+float *numbers(int64_t count, float scale = 1) {
+    float *p = allocate<float>(count);
+    for (int64_t i = 0; i < count; i++) p[i] = scale * uniform();
+    return p;
+}
+
+// A token through random blocks.
+bool one_step() {
+    blocks.clear();
+    const int64_t B = pick(1, 4), C = chance(30) ? pick(128, 160) : pick(1, 60), count = pick(1, 3), position = pick(0, 100);
+    std::vector<cosformer_block> stack(count);
+    std::vector<cosformer_kept> kept(count);
+    for (int64_t i = 0; i < count; i++) {
+        cosformer_block &b = stack[i];
+        b.kv_heads = pick(1, 3), b.heads = b.kv_heads * pick(1, 2), b.size = chance(90) ? pick(1, 24) : pick(1, 256), b.hidden = pick(1, 50);
+        b.conv_width = chance(70) ? pick(2, 6) : 0, b.relu = chance(80), b.signed_norm = !b.relu && chance(50);
+        b.eps = b.relu ? 1e-6 : 1, b.norm_eps = b.qk_norm_eps = 1e-6, b.largest_exponent = 20;
+        auto linear = [&](int64_t rows, int64_t columns) {
+            return cosformer_linear{numbers(rows * columns, 0.3f), chance(50) ? numbers(rows) : nullptr, rows};
+        };
+        const int64_t q = b.heads * b.size, kv = b.kv_heads * b.size, channels[3] = {q, kv, kv};
+        b.norm = numbers(C), b.mlp_norm = numbers(C);
+        b.q = linear(q, C), b.k = linear(kv, C), b.v = linear(kv, C), b.o = linear(C, q);
+        b.gate = linear(b.hidden, C), b.up = linear(b.hidden, C), b.down = linear(C, b.hidden);
+        if (chance(50)) b.q_norm = numbers(b.size), b.k_norm = numbers(b.size);
+        if (chance(50)) b.output_gate = linear(q, C);
+        if (chance(60)) {
+            float *rates = numbers(b.heads);
+            for (int64_t h = 0; h < b.heads; h++) rates[h] = std::fabs(rates[h]);
+            b.rates = rates;
+            if (chance(60)) b.rate_gate = linear(b.heads, C);
+        }
+        if (chance(70)) {
+            double *theta = allocate<double>(b.heads);
+            for (int64_t h = 0; h < b.heads; h++) theta[h] = 0.01;
+            b.theta = theta;
+        }
+        kept[i].state = numbers(B * b.heads * b.size * (b.theta ? 2 : 1) * (b.size + 1));
+        for (int p = 0; p < 3 && b.conv_width; p++)
+            b.conv[p] = numbers(channels[p] * b.conv_width), kept[i].last[p] = numbers(B * (b.conv_width - 1) * channels[p]);
+    }
+    float *x = numbers(B * C);
+    return cosformer_step(stack.data(), kept.data(), count, x, B, C, position, pick(1, 3)) == 0;
+}
+
 }  // namespace
 
 int main(int argc, char **argv) {
@@ -156,7 +211,7 @@ int main(int argc, char **argv) {
     uint64_t calls = 0;
     for (; std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count() < seconds; calls++) {
         rng.seed(seed * 1000003 + calls);
-        if (!one_call()) {
+        if (!(calls % 4 ? one_call() : one_step())) {
             std::printf("failed at call %lu of seed %lu\n", calls, seed);
             return 1;
         }

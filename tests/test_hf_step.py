@@ -111,6 +111,13 @@ def changed_module(it):
     it.model.layers[1].mlp.up_proj.weight = old.weight
 
 
+def changed_class(it):
+    mlp = it.model.layers[0].mlp
+    mlp.__class__ = type(
+        "Own", (type(mlp),), {"forward": lambda self, x: -stack.CosformerMLP.forward(self, x)}
+    )
+
+
 def changed_weights(it):
     for layer in it.model.layers:
         layer.self_attn.o_proj.weight.data = layer.self_attn.o_proj.weight.data * 3
@@ -125,7 +132,9 @@ def replaced_forward(it):
     it.model.layers[0].self_attn.forward = lambda *args, **kwargs: (old(*args, **kwargs)[0] * 0.5, None)
 
 
-@pytest.mark.parametrize("change", [changed_module, changed_weights, listened_to, replaced_forward])
+@pytest.mark.parametrize(
+    "change", [changed_module, changed_class, changed_weights, listened_to, replaced_forward]
+)
 @torch.no_grad()
 def test_a_change_of_the_model_is_seen(ways, change):
     """Between two tokens of one stream."""

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from transformers.modeling_outputs import BaseModelOutputWithPast
-from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP, LlamaModel, LlamaRMSNorm
+from transformers.models.llama.modeling_llama import (
+    LlamaAttention,
+    LlamaDecoderLayer,
+    LlamaMLP,
+    LlamaModel,
+    LlamaRMSNorm,
+)
 
 from ..ops.norm import rms_norm
 from ..ops.shard import LIMIT
@@ -77,6 +83,7 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
 
     sequence_group: ProcessGroup | None = None  # of processes that share a sequence, and ...
     sequence_limit = LIMIT  # ... the bytes a softmax layer may gather: sequence_parallel sets both
+    parts = (LlamaDecoderLayer, CosformerSelfAttention, CosformerMLP, CosformerRMSNorm)  # of a block: step.py
 
     def __init__(self, config):
         super().__init__(config)
@@ -122,7 +129,8 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
             if position_ids is None and attention_mask is not None and shard is None:
                 position_ids = unpadded(attention_mask, embedded.shape[1], before)
             embedded = embedded + self.position_vectors(embedded, position_ids, before)
-        if past_key_values is not None and embedded.shape[1] == 1 and not self._asks_for_more(kwargs):
+        one_more = past_key_values is not None and embedded.shape[1] == 1 and shard is None
+        if one_more and not self._asks_for_more(kwargs):
             hidden = next_token(self, embedded, past_key_values, attention_mask)
             if hidden is not None:
                 return BaseModelOutputWithPast(self.norm(hidden), past_key_values)

@@ -8,9 +8,10 @@ state goes the general way, which `tests/test_hf_step.py` compares this one with
 
 from collections.abc import Iterator
 from operator import is_
-from typing import Any
+from typing import Any, cast
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -35,7 +36,7 @@ def next_token(stack: Any, x: Tensor, cache: CosformerCache, mask: Tensor | None
     layers: list[Any] = cache.layers
     kept = {i: layers[i].own() for i in found.taken}
     position = cache.get_seq_length()
-    if not kept or not all(_fits(k, len(x), position) for k in kept.values()):
+    if not kept or not all(_fits(k, x.shape[0], position) for k in kept.values()):
         return None
     if not reaches(position + 1, found.reach, causal=True):
         return None
@@ -54,9 +55,10 @@ def next_token(stack: Any, x: Tensor, cache: CosformerCache, mask: Tensor | None
 def _fits(kept, rows: int, position: int) -> bool:
     """Whether what a layer keeps is a plain state of a stream of so many rows."""
     state = None if kept is None else kept.mixer
-    if type(state) is not State or state.position != position or len(state.tensor) != rows:
+    if type(state) is not State or state.position != position or state.tensor.shape[0] != rows:
         return False
-    return state.origin is None and state.fade is None and not state.start and takes(state.tensor)
+    plain = state.origin is None and state.fade is None and not state.start
+    return plain and state.tensor.dtype == torch.float32 and state.tensor.is_cpu
 
 
 class _Found:
@@ -64,7 +66,7 @@ class _Found:
 
     def __init__(self, stack: Any):
         layers = list(stack.layers)
-        blocks = [_block(layer) for layer in layers]
+        blocks = [_block(layer, stack.parts) for layer in layers]
         self.taken = [i for i, block in enumerate(blocks) if block is not None]
         self.reach = min((layers[i].self_attn.interior.mixer.reach for i in self.taken), default=0)
         self.runs: list = []
@@ -85,11 +87,13 @@ class _Found:
         self._owners, self._names, self._values = zip(*entries)
         self._hooks = [hooks for m in parts for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._heard = [*map(bool, self._hooks)]
+        self._parts, self._kinds = parts, [*map(type, parts)]
 
     @property
     def current(self) -> bool:
         """Whether they still are what was found: the same modules and tensors, and the same who listen."""
         same = all(map(is_, map(dict.get, self._owners, self._names), self._values))
+        same = same and [*map(type, self._parts)] == self._kinds
         if not same or _has_any_global_hook() or [*map(bool, self._hooks)] != self._heard:
             return False
         return all(run[0].current for run in self.runs if isinstance(run, tuple))
@@ -103,17 +107,22 @@ def _entries(module: nn.Module) -> Iterator[tuple[dict, str, object]]:
     yield module.__dict__, "forward", module.__dict__.get("forward")
 
 
-def _block(layer: Any) -> Block | None:
-    """What the kernel reads of a block; None if it does not take it."""
-    parts = list(layer.modules())
-    changed = any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in parts)
+def _block(layer: Any, parts: tuple[type, ...]) -> Block | None:
+    """What the kernel reads of a block; None if it does not take it: `parts` are the classes it knows."""
+    if type(layer) is not parts[0]:
+        return None
+    layer = cast(Any, layer)
+    norms = layer.input_layernorm, layer.post_attention_layernorm
+    if tuple(map(type, (layer.self_attn, layer.mlp, *norms))) != (*parts[1:], parts[-1]):
+        return None
+    heard = any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in layer.modules())
     attention, mlp = layer.self_attn, layer.mlp
     interior = attention.interior
     mixer = interior.mixer
     linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     plain = type(interior) is Interior and all(type(linear) is nn.Linear for linear in linears)
-    if changed or _has_any_global_hook() or not plain or not _is_linear(mixer) or not _is_silu(mlp.act_fn):
+    if heard or _has_any_global_hook() or not plain or not _is_linear(mixer) or not _is_silu(mlp.act_fn):
         return None
     decay = getattr(mixer, "decay", None)
     gates = [getattr(decay, "gate", None), interior.gate]
@@ -127,9 +136,9 @@ def _block(layer: Any) -> Block | None:
         heads=mixer.heads,
         kv_heads=k.weight.shape[0] // mixer.head_dim,
         size=mixer.head_dim,
-        norm=layer.input_layernorm.weight,
-        mlp_norm=layer.post_attention_layernorm.weight,
-        norm_eps=layer.input_layernorm.variance_epsilon,
+        norm=norms[0].weight,
+        mlp_norm=norms[1].weight,
+        norm_eps=norms[0].variance_epsilon,
         q=q,
         k=k,
         v=v,

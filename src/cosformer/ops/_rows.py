@@ -6,7 +6,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from ._native import CONVOLUTION, DTYPES, NORM, check, described, kernel, problem
+from ._native import CONVOLUTION, DTYPES, NORM, check, kernel, problem
 
 
 def takes(x: Tensor) -> bool:
@@ -57,7 +57,10 @@ def norm_gradients(x: Tensor, weight: Tensor, eps: float, dy: Tensor) -> tuple[T
 
 
 def _norm(x, weight, eps, y, dy, dx, parts) -> bytes:
-    tensors = [described(None if t is None else t[None, None]) for t in (x, y, dy, dx)]
+    tensors = [
+        (0,) * 6 if t is None else (t.data_ptr(), DTYPES[t.dtype], 0, 0, x.shape[1], 1)
+        for t in (x, y, dy, dx)
+    ]
     dweight = 0 if parts is None else parts.data_ptr()
     sizes = (*x.shape, torch.get_num_threads(), eps, weight.data_ptr())
     return NORM.pack(*sizes, *(number for t in tensors for number in t), dweight)

@@ -43,4 +43,5 @@ def _flat(x: Tensor) -> Tensor:
 
 
 def _scale(weight: Tensor) -> Tensor:
-    return weight.detach().float().contiguous()
+    ready = weight.dtype == torch.float32 and weight.is_contiguous()
+    return weight if ready else weight.detach().float().contiguous()

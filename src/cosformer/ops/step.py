@@ -95,7 +95,7 @@ class Blocks:
 
 def takes(x: Tensor) -> bool:
     """Whether the kernel takes the tokens x (B, C) now."""
-    if not _rows.takes(x) or x.dtype != torch.float32 or len(x) > MOST_ROWS:
+    if not _rows.takes(x) or x.dtype != torch.float32 or x.shape[0] > MOST_ROWS:
         return False
     return not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled())
 
