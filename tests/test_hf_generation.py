@@ -139,6 +139,21 @@ def test_left_padded_batch_equals_each_alone(kind, use_cache):
         assert torch.equal(batch[row, pad:], text(model, ids[row : row + 1, pad:])[0])
 
 
+@pytest.mark.parametrize("kind", FEW)
+def test_generate_finds_the_padding_and_what_is_cached_by_itself(kind):
+    """It looks for the names of forward's arguments."""
+    model, ids = decoder(kind, pad_token_id=0), prompt(2)
+    ids[1, :7] = 0
+    options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": 1, "pad_token_id": 0}
+    both = model.generate(ids, **options)
+    alone = model.generate(ids[1:, 7:], attention_mask=torch.ones_like(ids[1:, 7:]), **options)
+    assert torch.equal(both[1, 7 : 7 + alone.shape[1]], alone[0])
+    found = model.generate(ids[:1], return_dict_in_generate=True, **options)
+    longer = torch.cat([found.sequences, prompt(1, 3)], 1)
+    went_on = model.generate(longer, past_key_values=found.past_key_values, **options)
+    assert torch.equal(went_on, model.generate(longer, **options))
+
+
 @pytest.mark.parametrize("kind", ("gated", "hybrid"))
 @pytest.mark.parametrize("seed", [0, 1], ids=["the same assistant", "another"])
 def test_assisted_decoding_equals_plain(kind, seed):

@@ -51,6 +51,23 @@ def test_total_divides_instead_of_the_count():
     torch.testing.assert_close(one_vs_each(*given, samples=V, total=22), one_vs_each(*given, samples=V) / 2)
 
 
+def test_masked_models_have_it_and_heads_without_it_say_so():
+    fields = {"loss": "one-vs-each", "loss_samples": 1000}
+    model, x = toy_model(hf.CosformerForMaskedLM, **fields).train(), token_ids()
+    out = model(input_ids=x, labels=x)
+    hidden = model.head(model.hidden(x)).flatten(0, 1)
+    decoder = model.decoder
+    torch.testing.assert_close(
+        out.loss, one_vs_each(hidden, decoder.weight, decoder.bias, x.flatten(), samples=1000)
+    )
+    assert out.logits is None and model.eval()(x, labels=x).loss != out.loss
+    for kind in (hf.CosformerForTokenClassification, hf.CosformerForPairClassification):
+        with pytest.raises(ValueError, match=f'loss is "one-vs-each"; {kind.__name__} has only "softmax"'):
+            toy_model(kind, **fields)
+    with pytest.raises(ValueError, match='loss is "one-vs-each", of classes; num_labels is 1'):
+        toy_model(hf.CosformerForSequenceClassification, num_labels=1, **fields)
+
+
 def test_a_model_trains_with_it_and_is_judged_by_the_softmax():
     fields = {"loss": "one-vs-each", "loss_samples": 1000}
     model, x = toy_model(hf.CosformerForCausalLM, **fields), token_ids()

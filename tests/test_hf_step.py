@@ -1,5 +1,6 @@
 """The next token through all blocks at once equals the blocks one by one, which take over where they must."""
 
+import contextlib
 import copy
 
 import pytest
@@ -8,6 +9,7 @@ from conftest import RUNNING, moved
 
 pytest.importorskip("transformers")
 
+from cosformer.decay import Gate
 from cosformer.hf import CosformerConfig, CosformerForCausalLM, stack
 
 pytestmark = pytest.mark.skipif("native" not in RUNNING, reason="the native kernel is not built")
@@ -19,7 +21,7 @@ MODELS = {
     "cosformer": {},
     "paper": {"mixer": "cosformer-paper"},
     "ladder": {"mixer": "cosformer-ladder"},
-    "no cosine": {"mixer": "cosformer-no-cosine"},
+    "cosine": {"mixer": "cosformer-cosine"},
     "relu": {"mixer": "relu"},
     "identity": {"mixer": "identity"},
     "hybrid": {"mixer": "cosformer*2, softmax+rope"},
@@ -123,6 +125,25 @@ def changed_weights(it):
         layer.self_attn.o_proj.weight.data = layer.self_attn.o_proj.weight.data * 3
 
 
+def changed_strides(it):
+    weight = it.model.layers[0].self_attn.q_proj.weight
+    weight.data = weight.data.t()
+
+
+def changed_norm(it):
+    it.model.layers[1].post_attention_layernorm.variance_epsilon = 1.0
+
+
+def changed_gate(it):
+    class Own(Gate):
+        def forward(self, x):
+            return super().forward(x) - 3
+
+    old = it.model.layers[1].self_attn.interior.mixer.decay.gate
+    new = it.model.layers[1].self_attn.interior.mixer.decay.gate = Own(*old.weight.T.shape)
+    new.weight, new.bias = old.weight, old.bias
+
+
 def listened_to(it):
     it.model.layers[2].mlp.register_forward_hook(lambda module, args, out: out * 0.5)
 
@@ -133,7 +154,17 @@ def replaced_forward(it):
 
 
 @pytest.mark.parametrize(
-    "change", [changed_module, changed_class, changed_weights, listened_to, replaced_forward]
+    "change",
+    [
+        changed_module,
+        changed_class,
+        changed_weights,
+        changed_strides,
+        changed_norm,
+        changed_gate,
+        listened_to,
+        replaced_forward,
+    ],
 )
 @torch.no_grad()
 def test_a_change_of_the_model_is_seen(ways, change):
@@ -202,9 +233,35 @@ def test_a_cache_changes_only_what_is_its_own(ways):
     assert all(ways)
 
 
+@pytest.mark.parametrize("fields", [{"horizon": 100}, {"short_conv": 0}, {"num_attention_heads": 2}], ids=str)
+@torch.no_grad()
+def test_what_another_model_keeps_does_not_reach_the_kernel(ways, fields):
+    cache = model(**fields)(ids(2, 7), use_cache=True).past_key_values
+    with contextlib.suppress(ValueError):  # whether the general way takes it is not the question
+        model()(ids(2, 1), past_key_values=cache)
+    assert ways == [False]
+
+
+@torch.no_grad()
+def test_embeddings_of_any_layout_and_dropout_that_is_on(ways):
+    it, prompt = model(dropout=0.5), ids(2, 7)
+    given = torch.randn(32, 1, 2).permute(2, 1, 0)
+    caches = [it(prompt, use_cache=True).past_key_values for _ in range(4)]
+    a, b = (
+        it(inputs_embeds=x, past_key_values=c).logits for x, c in zip((given, given.contiguous()), caches)
+    )
+    assert torch.equal(a, b) and all(ways)
+    assert isinstance(it.model(ids(2, 1), past_key_values=caches[2], return_dict=False), tuple)
+    for module in it.modules():
+        module.train(isinstance(module, torch.nn.Dropout))
+    ways.clear()
+    it(ids(2, 1), past_key_values=caches[3])
+    assert not any(ways)
+
+
 @torch.no_grad()
 def test_errors_are_the_general_ways():
-    it = model(max_position_embeddings=8)
+    it = model(max_position_embeddings=8, mixer="cosformer-cosine")
     cache = it(ids(1, 9), use_cache=True).past_key_values
     with pytest.raises(ValueError, match="10 tokens reach past the horizon of 8"):
         it(ids(1, 1), past_key_values=cache)

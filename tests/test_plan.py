@@ -132,3 +132,19 @@ def test_plans_do_not_pile_up(monkeypatch):
         q, k, v = inputs(L=length, S=length)
         cosformer_attention(q, k, v)
         assert calls_planned() <= 3
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_a_checkpointed_call_is_done_again_by_its_plan(causal):
+    """The first call has none yet, and what both save must be alike."""
+    plan._plans.clear()
+    q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
+
+    def call(q, k, v):
+        return cosformer_attention(2 * q, k, v, causal=causal, horizon=16).sin()
+
+    torch.utils.checkpoint.checkpoint(call, q, k, v, use_reentrant=False).sum().backward()
+    found = [t.grad for t in (q, k, v)]
+    assert plan._plans
+    for got, wanted in zip(found, torch.autograd.grad(call(q, k, v).sum(), (q, k, v))):
+        torch.testing.assert_close(got, wanted)

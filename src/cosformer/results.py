@@ -234,7 +234,7 @@ class Picture(Row):
     tokens: list[str]
 
 
-ROWS: list[type[Row]] = [Machine, Run, Quality, Search, Positions, Cost, Exactness, Picture]
+ROWS: list[type[Row]] = [Machine, Run, Quality, Search, Positions, Cost, Exactness, Picture, Shared]
 KINDS = {kind.kind: kind for kind in ROWS}
 R = TypeVar("R", bound=Row)
 

@@ -177,7 +177,7 @@ class StackFields(CosformerFields):
     def __post_init__(self, **kwargs):
         layers, heads = self.num_hidden_layers, self.num_attention_heads
         self.settle(layers=layers, heads=heads, dropout="attention_dropout")
-        if self.loss not in LOSSES or self.loss_samples < 1:
+        if self.loss not in LOSSES or not isinstance(self.loss_samples, int) or self.loss_samples < 1:
             given, known = f"{self.loss!r} over {self.loss_samples} samples", ", ".join(map(repr, LOSSES))
             raise ValueError(f"loss is {given}; one of {known}, over 1 sample or more")
         super().__post_init__(**kwargs)  # type: ignore[misc]

@@ -26,11 +26,25 @@ class CosformerForCausalLM(CosformerPreTrained, LlamaForCausalLM):
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.post_init()
 
-    def forward(self, input_ids=None, *args, labels=None, num_items_in_batch=None, **kwargs):
-        """Llama's; in training the loss may be `config.loss`, and there are no logits then.
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        labels=None,
+        num_items_in_batch=None,
+        **kwargs,
+    ):
+        """Llama's, by names that transformers looks for: it leaves out what a forward does not name.
+
+        In training the loss may be `config.loss`, and there are no logits then.
 
         Where processes share a sequence, `shift_labels` are the labels, shifted before they were cut.
         """
+        kwargs |= {"attention_mask": attention_mask, "position_ids": position_ids}
+        kwargs |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
         group, shifted = self.model.sequence_group, kwargs.get("shift_labels")
         if group is not None and labels is not None:
             if shifted is None:
@@ -43,9 +57,10 @@ class CosformerForCausalLM(CosformerPreTrained, LlamaForCausalLM):
         if labels is None or not self.training or self.config.loss == "softmax":
             if num_items_in_batch is not None:
                 kwargs["num_items_in_batch"] = num_items_in_batch
-            return super().forward(input_ids, *args, labels=labels, **kwargs)
+            return super().forward(input_ids, labels=labels, **kwargs)
         kwargs.pop("shift_labels", None)
-        hidden = self.model(input_ids, *args, **kwargs | {"use_cache": False}).last_hidden_state
+        kwargs |= {"use_cache": False, "return_dict": True}
+        hidden = self.model(input_ids, **kwargs).last_hidden_state
         if shifted is None:
             hidden, shifted = hidden[:, :-1], labels[:, 1:]
         last, following = hidden.flatten(0, 1), shifted.flatten()

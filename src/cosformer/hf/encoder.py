@@ -33,9 +33,13 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
 
     config: CosformerEncoderConfig
     accepts_loss_kwargs = False
+    samples = False  # whether it can be trained with one-vs-each
 
     def __init__(self, config: CosformerEncoderConfig):
         super().__init__(config)
+        self.sampled = config.loss == "one-vs-each"
+        if self.sampled and not self.samples:
+            raise ValueError(f'loss is "one-vs-each"; {type(self).__name__} has only "softmax"')
         self.num_labels = config.num_labels
         self.model = CosformerEncoderModel(config)
 
@@ -69,6 +73,7 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
 
 class CosformerForMaskedLM(EncoderHead):
     accepts_loss_kwargs = True
+    samples = True
     _tied_weights_keys = {"decoder.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: CosformerEncoderConfig):
@@ -91,14 +96,25 @@ class CosformerForMaskedLM(EncoderHead):
     ) -> MaskedLMOutput:
         """`num_items_in_batch`, from the Trainer: the hidden tokens of all processes and accumulated batches
         together; the loss is this batch's share of their mean."""
-        logits = self.decoder(self.head(self.hidden(input_ids, attention_mask, **kwargs)))
+        hidden = self.head(self.hidden(input_ids, attention_mask, **kwargs))
+        if labels is not None and self.training and self.sampled:
+            items = labels_of(self.model.sequence_group, labels, num_items_in_batch)
+            given = {"samples": self.config.loss_samples, "total": items}
+            decoder: Any = self.decoder
+            last = hidden.flatten(0, 1), decoder.weight, decoder.bias, labels.flatten()
+            return MaskedLMOutput(loss=one_vs_each(*last, **given))
+        logits = self.decoder(hidden)
         loss = self.token_loss(logits, labels, num_items_in_batch)
         return MaskedLMOutput(loss=loss, logits=logits)
 
 
 class CosformerForSequenceClassification(EncoderHead):
+    samples = True
+
     def __init__(self, config: CosformerEncoderConfig):
         super().__init__(config)
+        if self.sampled and config.num_labels < 2:
+            raise ValueError(f'loss is "one-vs-each", of classes; num_labels is {config.num_labels}')
         self.pooling = Pooling(config.pooling, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
         self.classifier = nn.Linear(self.pooling.size, config.num_labels)
@@ -108,7 +124,7 @@ class CosformerForSequenceClassification(EncoderHead):
     def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs) -> SequenceClassifierOutput:
         pooled = self.pooled(input_ids, attention_mask, **kwargs)
         pooled = self.dropout(pooled)
-        if labels is not None and self.training and self.config.loss == "one-vs-each":
+        if labels is not None and self.training and self.sampled:
             weight, bias = self.classifier.weight, self.classifier.bias
             loss = one_vs_each(pooled, weight, bias, labels, samples=self.config.loss_samples)
             return SequenceClassifierOutput(loss=loss)

@@ -146,10 +146,10 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
         )
 
     def _asks_for_more(self, kwargs: dict) -> bool:
-        """Whether a call wants anything but the last hidden state."""
-        return self.config.output_hidden_states or any(
-            v is not None and v is not False for v in kwargs.values()
-        )
+        """Whether a call wants anything but the last hidden state, or it in another form."""
+        if self.config.output_hidden_states or kwargs.get("return_dict") is False:
+            return True
+        return any(v is not None and v is not False for k, v in kwargs.items() if k != "return_dict")
 
     def new_norm(self) -> CosformerRMSNorm:
         return CosformerRMSNorm(self.config.hidden_size, eps=self.config.rms_norm_eps)

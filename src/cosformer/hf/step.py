@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from ..decay import LARGEST_EXPONENT, Decay
+from ..decay import LARGEST_EXPONENT, Decay, Gate
 from ..layer import Interior, ShortConvolution
 from ..mixers.kernel import Cosformer, Identity, Kernel, Relu
 from ..ops.state import State
@@ -36,11 +36,11 @@ def next_token(stack: Any, x: Tensor, cache: CosformerCache, mask: Tensor | None
     layers: list[Any] = cache.layers
     kept = {i: layers[i].own() for i in found.taken}
     position = cache.get_seq_length()
-    if not kept or not all(_fits(k, x.shape[0], position) for k in kept.values()):
+    if not kept or not all(_fits(kept[i], found.blocks[i], x, position) for i in found.taken):
         return None
     if not reaches(position + 1, found.reach, causal=True):
         return None
-    hidden = x[:, 0].clone()
+    hidden = x[:, 0].clone(memory_format=torch.contiguous_format)
     for run in found.runs:
         if isinstance(run, nn.Module):
             hidden = run(hidden[:, None], past_key_values=cache, use_cache=True)[:, 0].contiguous()
@@ -52,13 +52,20 @@ def next_token(stack: Any, x: Tensor, cache: CosformerCache, mask: Tensor | None
     return hidden[:, None]
 
 
-def _fits(kept, rows: int, position: int) -> bool:
-    """Whether what a layer keeps is a plain state of a stream of so many rows."""
+def _fits(kept, block: Block, x: Tensor, position: int) -> bool:
+    """Whether what a layer keeps is a plain state of this block's, for as many rows as x has.
+
+    The kernel writes where it is told: what is kept of another model must not reach it.
+    """
     state = None if kept is None else kept.mixer
-    if type(state) is not State or state.position != position or state.tensor.shape[0] != rows:
+    if type(state) is not State or state.position != position or x.shape[-1] != block.norm.shape[0]:
+        return False
+    tensors = (state.tensor, *kept.last)
+    if [tuple(t.shape) for t in tensors] != block.kept(x.shape[0]):
         return False
     plain = state.origin is None and state.fade is None and not state.start
-    return plain and state.tensor.dtype == torch.float32 and state.tensor.is_cpu
+    plain = plain and (state.horizons is None or set(state.horizons) == set(block.horizons))
+    return plain and all(t.dtype == torch.float32 and t.is_cpu and t.is_contiguous() for t in tensors)
 
 
 class _Found:
@@ -67,7 +74,8 @@ class _Found:
     def __init__(self, stack: Any):
         layers = list(stack.layers)
         blocks = [_block(layer, stack.parts) for layer in layers]
-        self.taken = [i for i, block in enumerate(blocks) if block is not None]
+        self.blocks = {i: block for i, block in enumerate(blocks) if block is not None}
+        self.taken = list(self.blocks)
         self.reach = min((layers[i].self_attn.interior.mixer.reach for i in self.taken), default=0)
         self.runs: list = []
         for i, (layer, block) in enumerate(zip(layers, blocks)):
@@ -78,7 +86,7 @@ class _Found:
             else:
                 self.runs.append(([], [i]))
         self.runs = [
-            run if isinstance(run, nn.Module) else (Blocks([blocks[i] for i in run[1]]), run[1])
+            run if isinstance(run, nn.Module) else (Blocks([self.blocks[i] for i in run[1]]), run[1])
             for run in self.runs
         ]
         parts = [m for layer in layers for m in layer.modules()]
@@ -88,12 +96,15 @@ class _Found:
         self._hooks = [hooks for m in parts for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._heard = [*map(bool, self._hooks)]
         self._parts, self._kinds = parts, [*map(type, parts)]
+        self._dropouts = [m for m in parts if isinstance(m, nn.Dropout) and m.p > 0]
 
     @property
     def current(self) -> bool:
         """Whether they still are what was found: the same modules and tensors, and the same who listen."""
         same = all(map(is_, map(dict.get, self._owners, self._names), self._values))
-        same = same and [*map(type, self._parts)] == self._kinds
+        same = (
+            same and [*map(type, self._parts)] == self._kinds and not any(m.training for m in self._dropouts)
+        )
         if not same or _has_any_global_hook() or [*map(bool, self._hooks)] != self._heard:
             return False
         return all(run[0].current for run in self.runs if isinstance(run, tuple))
@@ -122,10 +133,14 @@ def _block(layer: Any, parts: tuple[type, ...]) -> Block | None:
     linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
     plain = type(interior) is Interior and all(type(linear) is nn.Linear for linear in linears)
+    dropping = any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in layer.modules())
+    plain = plain and not dropping and norms[0].variance_epsilon == norms[1].variance_epsilon
     if heard or _has_any_global_hook() or not plain or not _is_linear(mixer) or not _is_silu(mlp.act_fn):
         return None
     decay = getattr(mixer, "decay", None)
     gates = [getattr(decay, "gate", None), interior.gate]
+    if any(gate is not None and type(gate) is not Gate for gate in gates):
+        return None
     convs = [] if interior.conv is None else list(interior.conv.values())
     if any(type(conv) is not ShortConvolution or conv.ahead for conv in convs):
         return None

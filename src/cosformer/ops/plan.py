@@ -88,13 +88,15 @@ class _Planned(torch.autograd.Function):
     def forward(ctx, plan: Plan, position: int, *tensors: Tensor | None):
         out, norm, after = plan.run(*tensors, position)
         ctx.call, ctx.position = plan.call, position
-        ctx.save_for_backward(*tensors, out, norm, after)
+        # As many as without a plan, since checkpointing compares them: absent is empty, as in operator.py.
+        ctx.save_for_backward(*tensors, out, norm, norm.new_empty(0) if after is None else after)
         ctx.set_materialize_grads(False)
         return out, after
 
     @staticmethod
     def backward(ctx, dout: Tensor | None, dafter: Tensor | None):
-        q, k, v, decay, key_mask, state, *y = ctx.saved_tensors
+        q, k, v, decay, key_mask, state, out, norm, after = ctx.saved_tensors
+        y = Outputs(out, norm, after if after.ndim == 4 else None)
         x, call = Inputs(q, k, v, decay, key_mask, None, state), ctx.call._replace(position=ctx.position)
-        grads = gradients(dout, dafter, x, Outputs(*y), call)
+        grads = gradients(dout, dafter, x, y, call)
         return None, None, grads.q, grads.k, grads.v, grads.decay, None, grads.state

@@ -6,6 +6,7 @@
 A block written in torch is thirty short calls for one token, and their overhead is longer than their work.
 """
 
+import math
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,6 +64,12 @@ class Block:
         parts += [self.norm, self.mlp_norm, self.q_norm, self.k_norm, self.rates, *self.conv]
         return [t for t in parts if t is not None]
 
+    def kept(self, rows: int) -> list[tuple[int, ...]]:
+        """The shapes of what a stream of so many rows keeps: its state, and the last of q, k and v."""
+        features = 2 * self.size if min(self.horizons) < math.inf else self.size
+        state = (rows, self.heads, features, self.size + 1)
+        return [state, *((rows, taps.shape[1] - 1, taps.shape[0]) for taps in self.conv)]
+
     def is_taken(self) -> bool:
         """Whether the kernel reads such tensors."""
         plain = all(_rows.takes(t) and t.dtype == torch.float32 and t.is_contiguous() for t in self.tensors())
@@ -74,7 +81,7 @@ class Blocks:
 
     def __init__(self, blocks: Sequence[Block]):
         self._tensors = [t for block in blocks for t in block.tensors()]
-        self._addresses = [t.data_ptr() for t in self._tensors]
+        self._places = [(t.data_ptr(), t.stride()) for t in self._tensors]
         cpu = torch.device("cpu")
         self._angles = [
             theta(b.horizons * (b.heads // len(b.horizons)), cpu) if min(b.horizons) < torch.inf else None
@@ -84,7 +91,7 @@ class Blocks:
 
     @property
     def current(self) -> bool:
-        return [t.data_ptr() for t in self._tensors] == self._addresses
+        return [(t.data_ptr(), t.stride()) for t in self._tensors] == self._places
 
     def __call__(self, x: Tensor, kept: Sequence[tuple[Tensor, ...]], position: int) -> None:
         """x (B, C) and, for each block, its state (B, H, F, E + 1) and the last q, k and v that its
