@@ -96,15 +96,16 @@ class _Found:
         self._hooks = [hooks for m in parts for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._heard = [*map(bool, self._hooks)]
         self._parts, self._kinds = parts, [*map(type, parts)]
+        self._norms = [(m, m.variance_epsilon) for m in parts if hasattr(m, "variance_epsilon")]
         self._dropouts = [m for m in parts if isinstance(m, nn.Dropout) and m.p > 0]
 
     @property
     def current(self) -> bool:
         """Whether they still are what was found: the same modules and tensors, and the same who listen."""
         same = all(map(is_, map(dict.get, self._owners, self._names), self._values))
-        same = (
-            same and [*map(type, self._parts)] == self._kinds and not any(m.training for m in self._dropouts)
-        )
+        same = same and [*map(type, self._parts)] == self._kinds
+        same = same and all(m.variance_epsilon == eps for m, eps in self._norms)
+        same = same and not any(m.training for m in self._dropouts)
         if not same or _has_any_global_hook() or [*map(bool, self._hooks)] != self._heard:
             return False
         return all(run[0].current for run in self.runs if isinstance(run, tuple))
