@@ -527,3 +527,13 @@ class Cases:
         wrong = [path.read_text() for path in files if path.exists()]
         assert not any(wrong), "\n".join(wrong)
         assert len(wrong) == world, "an earlier case failed"
+
+
+def pytest_collection_modifyitems(items):
+    """Those that take minutes begin first: begun last, they keep one core busy while the other waits."""
+    long = ("interpreter", "compile", "launch")
+    items.sort(
+        key=lambda item: (
+            not (item.fspath.basename.startswith("test_triton") and any(w in item.name for w in long))
+        )
+    )

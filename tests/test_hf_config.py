@@ -14,6 +14,7 @@ pytest.importorskip("transformers")
 import transformers as tf
 
 import cosformer.hf as hf
+from cosformer.hf.configuration import FORMAT
 from cosformer.mixers import Mixer
 
 LINEAR, FULL, WINDOW = "linear_attention", "full_attention", "sliding_attention"
@@ -181,7 +182,7 @@ def test_save_and_load_are_identity(kind, fields, tmp_path):
 def test_config_json_is_plain(tmp_path):
     config(mixer="cosformer*3, softmax+rope", mixer_options={"both_signs": True}).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
-    assert (saved["model_type"], saved["cosformer_format"]) == ("cosformer", 2)
+    assert (saved["model_type"], saved["cosformer_format"]) == ("cosformer", FORMAT)
     assert saved["mixer"] == "cosformer*3, softmax+rope"
     assert saved["layer_mixers"] == ["cosformer"] * 3 + ["softmax+rope"]
     assert saved["layer_types"] == [LINEAR] * 3 + [FULL]
@@ -194,7 +195,7 @@ def test_an_infinite_horizon_is_saved(tmp_path):
 
 
 @headed
-@pytest.mark.parametrize("found", [None, 1, 3])
+@pytest.mark.parametrize("found", [None, 1, FORMAT + 1])
 def test_a_model_in_another_format_is_refused(kind, found, tmp_path):
     """Another version has other weights and fields: one line says so, before any key is missing."""
     toy_model(kind).save_pretrained(tmp_path)
@@ -203,7 +204,9 @@ def test_a_model_in_another_format_is_refused(kind, found, tmp_path):
     if found is not None:
         saved["cosformer_format"] = found
     (tmp_path / "config.json").write_text(json.dumps(saved))
-    said = f"was saved in format {found or 1} of cosformer, and this version reads format 2: load it with"
+    said = (
+        f"was saved in format {found or 1} of cosformer, and this version reads format {FORMAT}: load it with"
+    )
     for load in (kind, tf.AutoConfig, SAVED[kind]):
         with pytest.raises(ValueError, match=said):
             load.from_pretrained(tmp_path)

@@ -246,6 +246,7 @@ def test_a_damaged_best_is_not_gone_on_without(here, whole, capsys):
     if best == 6:  # let the older one be it
         best = int(others[0].name.split("-")[1])
         state.write_text(json.dumps(json.loads(state.read_text()) | {"best_global_step": best}))
+        unseal(state.parent)
         seal(state.parent, files(state.parent))
     Path("run/model.safetensors").unlink()
     Path(f"run/checkpoint-{best}/config.json").unlink()
