@@ -233,12 +233,21 @@ def test_a_cache_changes_only_what_is_its_own(ways):
     assert all(ways)
 
 
-@pytest.mark.parametrize("fields", [{"horizon": 100}, {"short_conv": 0}, {"num_attention_heads": 2}], ids=str)
+@pytest.mark.parametrize(
+    ("fields", "own"),
+    [
+        ({"horizon": 100}, {}),
+        ({"short_conv": 0}, {}),
+        ({"num_attention_heads": 2}, {}),
+        *(({"mixer_options": {"horizon": h}}, {"horizon": 64}) for h in (100, [64, 70, 80, 90])),
+    ],
+    ids=str,
+)
 @torch.no_grad()
-def test_what_another_model_keeps_does_not_reach_the_kernel(ways, fields):
+def test_what_another_model_keeps_does_not_reach_the_kernel(ways, fields, own):
     cache = model(**fields)(ids(2, 7), use_cache=True).past_key_values
     with contextlib.suppress(ValueError):  # whether the general way takes it is not the question
-        model()(ids(2, 1), past_key_values=cache)
+        model(**own)(ids(2, 1), past_key_values=cache)
     assert ways == [False]
 
 

@@ -33,12 +33,12 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
 
     config: CosformerEncoderConfig
     accepts_loss_kwargs = False
-    samples = False  # whether it can be trained with one-vs-each
+    has_one_vs_each = False  # whether it can be trained with one-vs-each
 
     def __init__(self, config: CosformerEncoderConfig):
         super().__init__(config)
         self.sampled = config.loss == "one-vs-each"
-        if self.sampled and not self.samples:
+        if self.sampled and not self.has_one_vs_each:
             raise ValueError(f'loss is "one-vs-each"; {type(self).__name__} has only "softmax"')
         self.num_labels = config.num_labels
         self.model = CosformerEncoderModel(config)
@@ -73,7 +73,7 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
 
 class CosformerForMaskedLM(EncoderHead):
     accepts_loss_kwargs = True
-    samples = True
+    has_one_vs_each = True
     _tied_weights_keys = {"decoder.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: CosformerEncoderConfig):
@@ -109,7 +109,7 @@ class CosformerForMaskedLM(EncoderHead):
 
 
 class CosformerForSequenceClassification(EncoderHead):
-    samples = True
+    has_one_vs_each = True
 
     def __init__(self, config: CosformerEncoderConfig):
         super().__init__(config)
