@@ -9,7 +9,7 @@ from judge import value_and_grads
 from torch.testing import assert_close
 
 from cosformer import mixers
-from cosformer.layer import Interior, ShortConvolution
+from cosformer.layer import Interior, ShortConvolution, Tokens
 from cosformer.mixers import build
 from cosformer.ops.convolution import short_convolution
 from cosformer.ops.norm import rms_norm
@@ -41,7 +41,7 @@ def fed(layer: Interior, given, cuts, state=None, key_mask=None):
     for n in cuts:
         here = slice(start, start + n)
         mask = None if key_mask is None else key_mask[:, here]
-        out, state = layer.stream(*(t[:, here] for t in given), state, key_mask=mask)
+        out, state = layer.stream(Tokens(*(t[:, here] for t in given), mask), state)
         outs.append(out)
         start += n
     return torch.cat(outs, 1), state
@@ -170,7 +170,7 @@ def test_a_norm_of_nothing_but_zeros_is_zero_and_nan_stays():
 
 def test_the_interior_is_what_it_says():
     layer, (x, q, k, v) = interior(), tokens()
-    out = layer(x, q, k, v, causal=True)
+    out = layer(Tokens(x, q, k, v), causal=True)
 
     def heads(t):
         return t.unflatten(-1, (-1, DIM)).transpose(1, 2)
@@ -201,14 +201,15 @@ def test_a_new_layer_is_its_mixer():
         toy_mixer("elu", width=WIDTH), kv_heads=KV_HEADS, short_conv=4, output_gate=True
     ).double()
     plain = Interior(toy_mixer("elu", width=WIDTH), kv_heads=KV_HEADS).double()
-    same(layer(*tokens(), causal=True), plain(*tokens(), causal=True) / 2)
+    given = Tokens(*tokens())
+    same(layer(given, causal=True), plain(given, causal=True) / 2)
 
 
 @pytest.mark.parametrize("centred", [False, True])
 def test_gradients_reach_everything(centred):
     layer, given = interior(centred=centred), [t.requires_grad_() for t in tokens(1, 7)]
     layer.double()
-    out = layer(*given, causal=not centred)
+    out = layer(Tokens(*given), causal=not centred)
     direction = torch.randn_like(out)
     leaves = [*given, *layer.parameters()]
     grads = torch.autograd.grad((out * direction).sum(), leaves)
@@ -217,7 +218,7 @@ def test_gradients_reach_everything(centred):
         with torch.no_grad():
             for sign in (1, -1):
                 leaf.add_(move, alpha=sign * 1e-6)
-                ends.append((layer(*given, causal=not centred) * direction).sum())
+                ends.append((layer(Tokens(*given), causal=not centred) * direction).sum())
                 leaf.sub_(move, alpha=sign * 1e-6)
         assert_close((ends[0] - ends[1]) / 2e-6, (grad * move).sum(), rtol=1e-4, atol=1e-5)
         assert grad.abs().max() > 0
@@ -231,10 +232,10 @@ def test_padded_equals_alone(side, causal):
     mask = torch.ones(2, LENGTH, dtype=torch.bool)
     mask[1] = False
     mask[1, here] = True
-    alone = layer(*(t[1:, here] for t in given), causal=causal)
+    alone = layer(Tokens(*(t[1:, here] for t in given)), causal=causal)
     for t in given:
         t[1][~mask[1]] = math.nan
-    same(layer(*given, causal=causal, key_mask=mask)[1:, here], alone)
+    same(layer(Tokens(*given, mask), causal=causal)[1:, here], alone)
 
 
 @pytest.mark.parametrize("name", ["cosformer", "softmax+rope", "elu"])
@@ -243,10 +244,10 @@ def test_packed_rows_never_cross_a_boundary(name, causal):
     """The rows are laid end to end: a sequence may even run on into the next row."""
     layer, given = interior(name, centred=not causal), tokens()
     ends = torch.tensor([0, 5, 6, LENGTH + 4, 2 * LENGTH])
-    out = layer(*given, causal=causal, cu_seqlens=ends)
+    out = layer(Tokens(*given), causal=causal, cu_seqlens=ends)
     assert out.shape == (2, LENGTH, HEADS * DIM)
     flat = [t.flatten(0, 1)[None] for t in given]
-    pieces = [layer(*(t[:, a:b] for t in flat), causal=causal) for a, b in zip(ends, ends[1:])]
+    pieces = [layer(Tokens(*(t[:, a:b] for t in flat)), causal=causal) for a, b in zip(ends, ends[1:])]
     same(out.flatten(0, 1), torch.cat(pieces, 1)[0])
 
 
@@ -259,12 +260,12 @@ def test_packed_rows_never_cross_a_boundary(name, causal):
 def test_streamed_equals_whole(name, cuts, padded):
     layer, given = interior(name), tokens()
     mask = torch.arange(LENGTH) >= torch.tensor([0, 5])[:, None] if padded else None
-    whole = layer(*given, causal=True, key_mask=mask)
+    whole = layer(Tokens(*given, mask), causal=True)
     out, state = fed(layer, given, cuts, key_mask=mask)
     assert state.position == LENGTH
     same(out, whole)
     if padded:
-        same(out[1:, 5:], layer(*(t[1:, 5:] for t in given), causal=True))
+        same(out[1:, 5:], layer(Tokens(*(t[1:, 5:] for t in given)), causal=True))
 
 
 @streaming
@@ -272,7 +273,7 @@ def test_a_stream_can_be_reordered_for_beams(name):
     layer, given, order = interior(name), tokens(), torch.tensor([1, 1, 0])
     _, state = fed(layer, given, [9])
     out, _ = fed(layer, [t[order, 9:] for t in given], [1, LENGTH - 10], state.index_select(order))
-    same(out, layer(*given, causal=True)[order, 9:])
+    same(out, layer(Tokens(*given), causal=True)[order, 9:])
 
 
 @pytest.mark.parametrize("name", [n for n in STREAMING if "softmax" not in n])
@@ -299,14 +300,14 @@ def test_a_state_is_never_changed_in_place(name):
 
 def test_a_centred_layer_does_not_stream():
     with pytest.raises(ValueError, match="looks ahead, so it cannot stream; make it with centred=False"):
-        interior(centred=True).stream(*tokens(), None)
+        interior(centred=True).stream(Tokens(*tokens()), None)
 
 
 @pytest.mark.parametrize("name", [n for n in mixers.names() if toy_mixer(n).streaming is not True])
 def test_what_keeps_no_state_says_why(name):
     layer = Interior(toy_mixer(name, width=WIDTH), kv_heads=KV_HEADS).double()
     with pytest.raises(ValueError, match=f"mixer '{name}' does not do a stream: it keeps no decode state"):
-        layer.stream(*tokens(), None)
+        layer.stream(Tokens(*tokens()), None)
 
 
 @pytest.mark.parametrize("given", [1, -2, 2.0, True, "four"])

@@ -10,11 +10,14 @@ from torch.testing import assert_close
 
 from cosformer import CosformerAttention, MixerAttention, mixers, reference
 from cosformer.decay import ladder
+from cosformer.layer import Tokens
 
 
 def by_hand(module, query, key, value, *, causal=False, horizon=50, decay=None):
     """The module written out with the definition; batch first."""
-    q, k, v = module.interior.heads(module.q_proj(query), module.k_proj(key), module.v_proj(value))
+    q, k, v = module.interior.heads(
+        Tokens(query, module.q_proj(query), module.k_proj(key), module.v_proj(value))
+    )
     out = reference.attention(q, k, v, horizon=horizon, causal=causal, decay=decay)
     return module.out_proj(out.transpose(1, 2).flatten(2))
 
@@ -86,7 +89,7 @@ def test_gated_rates_are_those_of_the_formula(causal, kv_heads):
     expected = by_hand(module, x, x, x, causal=causal, decay=rates)
     out, weights = module(x, x, x, is_causal=causal, need_weights=True, average_attn_weights=False)
     assert_close(out, expected)
-    v = module.interior.heads(*(p(x) for p in (module.q_proj, module.k_proj, module.v_proj)))[2]
+    v = module.interior.heads(Tokens(x, module.q_proj(x), module.k_proj(x), module.v_proj(x)))[2]
     mixed = (weights @ v.repeat_interleave(4 // kv_heads, 1)).transpose(1, 2).flatten(2)
     assert_close(module.out_proj(mixed), expected)
     got, want = (torch.autograd.grad(y.square().sum(), leaves) for y in (out, expected))

@@ -11,8 +11,9 @@ its split exact. A stream keeps the mixer's own state and the last few tokens of
 size, if the mixer's is.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,34 @@ from .mixers import Mixer, weights
 from .ops.convolution import short_convolution
 from .ops.norm import rms_norm
 from .ops.shard import Shard
+
+
+class Tokens(NamedTuple):
+    """What a layer hands to its interior: its input x (B, L, C), and q (B, L, H D), k, v (B, S, Hk D)."""
+
+    x: Tensor
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    key_mask: Tensor | None = None  # (B, S) bool, True = keep
+
+    def each(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
+        """The same with every tensor changed."""
+        return Tokens(*(t if t is None else change(t) for t in self))  # type: ignore[arg-type]
+
+    def first(self, count: int) -> "Tokens":
+        return self.each(lambda t: t[:, :count])
+
+    def index_select(self, index: Tensor) -> "Tokens":
+        return self.each(lambda t: t.index_select(0, index))
+
+    def without_padding(self) -> "Tokens":
+        """A neighbour that is padding counts as none: zero, as beyond the ends, whatever it holds."""
+        if self.key_mask is None:
+            return self
+        hidden = ~self.key_mask[..., None]
+        q, k, v = (t.masked_fill(hidden, 0) for t in (self.q, self.k, self.v))
+        return self._replace(q=q, k=k, v=v)
 
 
 @dataclass(frozen=True)
@@ -65,7 +94,7 @@ class ShortConvolution(nn.Module):
 
 
 class Interior(nn.Module):
-    """A mixer and what a layer puts around it: q (B, L, H D), k, v (B, S, Hk D) -> (B, L, H D).
+    """A mixer and what a layer puts around it: tokens -> (B, L, H D).
 
     short_conv, qk_norm    None for what the mixer wants; a width of 0 is no convolution
     centred                the convolution looks around each token, for layers that are never causal
@@ -102,120 +131,76 @@ class Interior(nn.Module):
         self.k_norm = nn.RMSNorm(size, eps=norm_eps, **made) if normed else None
         self.gate = Gate(mixer.width, heads * size, **made) if output_gate else None
 
-    def forward(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        causal: bool,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-    ) -> Tensor:
-        """Whole sequences. x (B, L, C) is the layer's input, key_mask (B, S) bool, True = keep.
-
-        cu_seqlens are the boundaries of packed sequences, with the rows of the batch laid end to end.
-        """
+    def forward(self, tokens: Tokens, *, causal: bool, cu_seqlens: Tensor | None = None) -> Tensor:
+        """Whole sequences; cu_seqlens are the boundaries of packed ones, the batch's rows laid end to end."""
+        rows = len(tokens.x)
         if cu_seqlens is not None:
-            rows, (x, q, k, v) = len(x), (t.flatten(0, 1).unsqueeze(0) for t in (x, q, k, v))
-        heads = self.heads(q, k, v, key_mask=key_mask, cu_seqlens=cu_seqlens)
-        out = self.mixer(*heads, x=x, causal=causal, key_mask=key_mask, cu_seqlens=cu_seqlens)
-        out = self.gated(out, x)
+            tokens = tokens.each(lambda t: t.flatten(0, 1).unsqueeze(0))
+        q, k, v = self.heads(tokens, cu_seqlens=cu_seqlens)
+        asked: dict[str, Any] = {"causal": causal, "key_mask": tokens.key_mask, "cu_seqlens": cu_seqlens}
+        out = self.gated(self.mixer(q, k, v, x=tokens.x, **asked), tokens.x)
         return out if cu_seqlens is None else out.unflatten(1, (rows, -1)).squeeze(0)
 
-    def stream(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: LayerState | None,
-        *,
-        key_mask: Tensor | None = None,
-    ) -> tuple[Tensor, LayerState]:
+    def stream(self, tokens: Tokens, state: LayerState | None) -> tuple[Tensor, LayerState]:
         """The next tokens of a causal stream: their output, and the state after them."""
         if self.conv is not None and self.conv["q"].ahead:
             raise ValueError(
                 "this layer's convolution looks ahead, so it cannot stream; make it with centred=False"
             )
-        last: tuple[Tensor, ...] = ()
         before = (None, None, None) if state is None or not state.last else state.last
+        last: tuple[Tensor, ...] = ()
         if self.conv is not None:
-            q, k, v = _masked(q, k, v, key_mask)
-            count: Any = self.conv["q"].width
-            last = tuple(_last(t, b, count - 1) for t, b in zip((q, k, v), before))
-        q, k, v = self.heads(q, k, v, before=before, key_mask=key_mask)
+            tokens = tokens.without_padding()
+            count = cast(int, self.conv["q"].width) - 1
+            last = tuple(_last(t, b, count) for t, b in zip((tokens.q, tokens.k, tokens.v), before))
+        q, k, v = self.heads(tokens, before=before)
         inner = None if state is None else state.mixer
-        out, inner = self.mixer.stream(q, k, v, inner, x=x, key_mask=key_mask)
-        return self.gated(out, x), LayerState(inner, last)
+        out, inner = self.mixer.stream(q, k, v, inner, x=tokens.x, key_mask=tokens.key_mask)
+        return self.gated(out, tokens.x), LayerState(inner, last)
 
-    def sharded(
-        self,
-        x: Tensor,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        shard: Shard,
-        *,
-        causal: bool,
-        key_mask: Tensor | None = None,
-    ) -> tuple[Tensor, LayerState]:
+    def sharded(self, tokens: Tokens, shard: Shard, *, causal: bool) -> tuple[Tensor, LayerState]:
         """A part of a sequence that several processes hold: its output and, if causal, the state after all
         of it, the same in every process."""
         last: tuple[Tensor, ...] = ()
         if self.conv is not None and causal and not torch.is_grad_enabled():
-            together = torch.cat(_masked(q, k, v, key_mask), -1)
-            sizes = [t.shape[-1] for t in (q, k, v)]
-            last = shard.last(together, cast(int, self.conv["q"].width) - 1).split(sizes, -1)
-        q, k, v = self.heads(q, k, v, key_mask=key_mask, shard=shard)
-        out, inner = self.mixer.sharded(q, k, v, shard, x=x, causal=causal, key_mask=key_mask)
-        return self.gated(out, x), LayerState(inner, last)
+            _, *parts, _ = tokens.without_padding()
+            ends = shard.last(torch.cat(parts, -1), cast(int, self.conv["q"].width) - 1)
+            last = ends.split([t.shape[-1] for t in parts], -1)
+        q, k, v = self.heads(tokens, shard=shard)
+        asked: dict[str, Any] = {"causal": causal, "key_mask": tokens.key_mask}
+        out, inner = self.mixer.sharded(q, k, v, shard, x=tokens.x, **asked)
+        return self.gated(out, tokens.x), LayerState(inner, last)
 
-    def weights(
-        self, x: Tensor, q: Tensor, k: Tensor, *, causal: bool, key_mask: Tensor | None = None
-    ) -> Tensor:
+    def weights(self, tokens: Tokens, *, causal: bool) -> Tensor:
         """The attention matrix (B, H, L, S), at quadratic cost."""
-        q, k, _ = self.heads(q, k, k, key_mask=key_mask)
-        return weights(self.mixer, q, k, x=x, causal=causal, key_mask=key_mask)
+        q, k, _ = self.heads(tokens)
+        return weights(self.mixer, q, k, x=tokens.x, causal=causal, key_mask=tokens.key_mask)
 
     def heads(
-        self, q, k, v, *, before=(None, None, None), key_mask=None, cu_seqlens=None, shard=None
+        self, tokens: Tokens, *, before=(None, None, None), cu_seqlens=None, shard: Shard | None = None
     ) -> tuple[Tensor, ...]:
-        """What the mixer sees: convolved, split into heads (B, H, L, D), normed."""
+        """q, k and v as the mixer sees them: convolved, split into heads (B, H, L, D), normed."""
         if self.conv is not None:
-            q, k, v = _masked(q, k, v, key_mask)
-            if shard is not None:
-                q, k, v = self._convolved_together(q, k, v, shard)
-            else:
-                parts = zip(self.conv.values(), (q, k, v), before)
-                q, k, v = (conv(t, b, cu_seqlens) for conv, t, b in parts)
+            tokens = tokens.without_padding()
+        _, q, k, v, _ = tokens
+        if self.conv is not None and shard is not None:  # as one, so that their ends are one message
+            weight = torch.cat([cast(Tensor, conv.weight) for conv in self.conv.values()])
+            ahead, sizes = cast(int, self.conv["q"].ahead), [t.shape[-1] for t in (q, k, v)]
+            together = short_convolution(torch.cat([q, k, v], -1), weight, ahead=ahead, shard=shard)
+            q, k, v = together.split(sizes, -1)
+        elif self.conv is not None:
+            parts = zip(self.conv.values(), (q, k, v), before)
+            q, k, v = (conv(t, b, cu_seqlens) for conv, t, b in parts)
         q, k, v = (t.unflatten(-1, (-1, self.mixer.head_dim)) for t in (q, k, v))
         if self.q_norm is not None and self.k_norm is not None:
             q = rms_norm(q, self.q_norm.weight, self.norm_eps)
             k = rms_norm(k, self.k_norm.weight, self.norm_eps)
         return q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
 
-    def _convolved_together(self, q: Tensor, k: Tensor, v: Tensor, shard: Shard) -> tuple[Tensor, ...]:
-        """As one, so that their ends are one message."""
-        assert self.conv is not None
-        weight = torch.cat([cast(Tensor, conv.weight) for conv in self.conv.values()])
-        ahead = cast(int, self.conv["q"].ahead)
-        y = short_convolution(torch.cat([q, k, v], -1), weight, ahead=ahead, shard=shard)
-        return y.split([t.shape[-1] for t in (q, k, v)], -1)
-
     def gated(self, out: Tensor, x: Tensor) -> Tensor:
         """(B, H, L, E) -> (B, L, H E), through the output gate."""
         out = out.transpose(1, 2).flatten(2)
         return out if self.gate is None else out * torch.sigmoid(self.gate(x))
-
-
-def _masked(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """A neighbour that is padding counts as none: zero, as beyond the ends, whatever it holds."""
-    if key_mask is None:
-        return q, k, v
-    hidden = ~key_mask[..., None]
-    return q.masked_fill(hidden, 0), k.masked_fill(hidden, 0), v.masked_fill(hidden, 0)
 
 
 def _last(x: Tensor, before: Tensor | None, count: int) -> Tensor:

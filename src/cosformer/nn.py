@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from .decay import DecaySpec, span_of
-from .layer import Interior, LayerState
+from .layer import Interior, LayerState, Tokens
 from .mixers import build
 from .ops.checks import Horizon, horizon_list
 
@@ -131,11 +131,11 @@ class MixerAttention(nn.Module):
                 f"got {tuple(key_padding_mask.shape)}"
             )
         keep = _keep(key_padding_mask)
-        q, k, v = self.q_proj(query), self.k_proj(key), self.v_proj(value)
-        out = self.out_proj(self.interior(query, q, k, v, causal=is_causal, key_mask=keep))
+        tokens = Tokens(query, self.q_proj(query), self.k_proj(key), self.v_proj(value), keep)
+        out = self.out_proj(self.interior(tokens, causal=is_causal))
         weights = None
         if need_weights:
-            weights = self.interior.weights(query, q, k, causal=is_causal, key_mask=keep)
+            weights = self.interior.weights(tokens, causal=is_causal)
             weights = weights.mean(1) if average_attn_weights else weights
         if single:
             return out.squeeze(0), None if weights is None else weights.squeeze(0)
@@ -146,8 +146,8 @@ class MixerAttention(nn.Module):
     ) -> tuple[Tensor, LayerState]:
         """Causal self-attention over a stream's next tokens: their output, and the state for the next."""
         x = query if self.batch_first else query.transpose(0, 1)
-        q, k, v = self.q_proj(x), self.k_proj(x), self.v_proj(x)
-        out, state = self.interior.stream(x, q, k, v, state, key_mask=_keep(key_padding_mask))
+        tokens = Tokens(x, self.q_proj(x), self.k_proj(x), self.v_proj(x), _keep(key_padding_mask))
+        out, state = self.interior.stream(tokens, state)
         out = self.out_proj(out)
         return out if self.batch_first else out.transpose(0, 1), state
 

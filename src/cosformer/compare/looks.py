@@ -29,8 +29,7 @@ def matrices(model: Any, input_ids: Tensor, layer: int) -> Tensor:
     hook = interior.register_forward_pre_hook(keep, with_kwargs=True)
     model.eval()(input_ids=input_ids, use_cache=False)
     hook.remove()
-    x, q, k, _ = seen["args"]
-    return interior.weights(x, q, k, causal=seen["causal"])[0]
+    return interior.weights(*seen["args"], causal=seen["causal"])[0]
 
 
 def picture(cell: Cell, task: tasks.Task) -> Picture:

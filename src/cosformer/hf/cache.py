@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
-from ..layer import Interior, LayerState
+from ..layer import Interior, LayerState, Tokens
 from ..mixers import Mixer
 from ..ops.state import State
 
@@ -74,21 +74,6 @@ class KeptLayer(CacheLayerMixin):
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class Tokens:
-    """The inputs of a layer's stream, kept so that the last of them can be taken back."""
-
-    inputs: tuple[Tensor, ...]  # x, q, k, v: (B, L, .)
-    key_mask: Tensor | None
-
-    def first(self, count: int) -> Tokens:
-        mask = None if self.key_mask is None else self.key_mask[:, :count]
-        return Tokens(tuple(t[:, :count] for t in self.inputs), mask)
-
-    def index_select(self, index: Tensor) -> Tokens:
-        return mapped(self, lambda t: t.index_select(0, index))
-
-
 class StreamLayer(KeptLayer):
     """What a layer remembers of its own tokens.
 
@@ -121,29 +106,30 @@ class StreamLayer(KeptLayer):
         following = State(state.tensor, state.position + 1, state.horizons)
         self.kept = self.owned = LayerState(following, self.kept.last)
 
-    def stream(
-        self, interior: Interior, x: Tensor, q: Tensor, k: Tensor, v: Tensor, *, key_mask: Tensor | None
-    ) -> Tensor:
-        """The next tokens through a layer's interior: x, q, k, v (B, L, .) -> (B, L, .)."""
+    def stream(self, interior: Interior, tokens: Tokens) -> Tensor:
+        """The next tokens through a layer's interior: their output (B, L, .)."""
         if self.replay:  # tokens were taken back: those that stay are read again, and settled
             self.kept = self.origin
             for seen in self.since:
-                self._read(interior, *seen.inputs, key_mask=seen.key_mask)
+                self._read(interior, seen)
             self.origin, self.since, self.replay = self.kept, [], False
         if self.record_past:  # clones: the caller may reuse its buffers
-            self.since.append(mapped(Tokens((x, q, k, v), key_mask), torch.clone))
-        return self._read(interior, x, q, k, v, key_mask=key_mask)
+            self.since.append(tokens.each(torch.clone))
+        return self._read(interior, tokens)
 
-    def _read(self, interior: Interior, x, q, k, v, *, key_mask: Tensor | None) -> Tensor:
-        out, self.kept = interior.stream(x, q, k, v, self.kept, key_mask=key_mask)
+    def _read(self, interior: Interior, tokens: Tokens) -> Tensor:
+        out, self.kept = interior.stream(tokens, self.kept)
         self.is_initialized = True
         return out
 
     def get_seq_length(self) -> int:
         if not self.replay:
             return super().get_seq_length()
-        start = 0 if self.origin is None else self.origin.position
-        return start + sum(seen.inputs[0].shape[1] for seen in self.since)
+        return (0 if self.origin is None else self.origin.position) + self._recorded()
+
+    def _recorded(self) -> int:
+        """How many tokens can be taken back."""
+        return sum(tokens.x.shape[1] for tokens in self.since)
 
     def activate_past_recording(self) -> None:
         if not self.record_past:
@@ -158,7 +144,7 @@ class StreamLayer(KeptLayer):
         surplus = -tokens if tokens <= 0 else length - tokens
         if not (surplus > 0 or self.record_past) or not length:
             return
-        recorded = sum(seen.inputs[0].shape[1] for seen in self.since)
+        recorded = self._recorded()
         if surplus > recorded:
             raise ValueError(
                 f"crop: {surplus} tokens cannot be taken back, {recorded} were recorded; "
@@ -167,14 +153,13 @@ class StreamLayer(KeptLayer):
         if surplus <= 0 and not self.replay:  # all that was read is settled
             self.origin, self.since = self.kept, []
             return
-        left = recorded - surplus
-        kept = []
-        for seen in self.since:
-            size = min(left, seen.inputs[0].shape[1])
-            left -= size
-            if size:
-                kept.append(seen.first(size))
-        self.since, self.replay = kept, True
+        self.replay = True
+        while surplus > 0:
+            piece = self.since.pop()
+            stay = piece.x.shape[1] - surplus
+            surplus -= piece.x.shape[1]
+            if stay > 0:
+                self.since.append(piece.first(stay))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         super().batch_select_indices(indices)

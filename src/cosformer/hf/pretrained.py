@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import initialization as init
 
 from ..decay import Decay, Gate
-from ..layer import Interior, ShortConvolution
+from ..layer import Interior, ShortConvolution, Tokens
 from ..ops.shard import Shard
 from .cache import CosformerCache, StreamLayer
 from .interface import padding, reaches
@@ -42,43 +42,41 @@ def interior(
 
 def attend(
     interior: Interior,
-    x: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
+    tokens: Tokens,
     *,
     causal: bool,
-    key_mask: Tensor | None,
     cu_seqlens: Tensor | None = None,
     cache: StreamLayer | None = None,
     shard: Shard | None = None,
 ) -> Tensor:
-    """A layer's tokens through its interior: x (B, L, C), q, k, v (B, L, .) -> (B, L, .).
+    """A layer's tokens through its interior: (B, L, .). With a cache they are the next of its stream.
 
-    key_mask (B, L or more) ends at the last token. With a cache these are the next tokens of its stream.
+    Their key_mask (B, L or more) ends at the last of them.
     """
-    mixer, tokens = interior.mixer, x.shape[1] + (0 if cache is None else cache.get_seq_length())
+    mixer, new, mask = interior.mixer, tokens.x.shape[1], tokens.key_mask
+    length = new + (0 if cache is None else cache.get_seq_length())
     if shard is not None:
-        tokens = shard.total if shard.places is None else 0  # of packed ones the operator knows
-    if cu_seqlens is None and not reaches(tokens, mixer.reach, causal=causal):
+        length = shard.total if shard.places is None else 0  # of packed ones the operator knows
+    if cu_seqlens is None and not reaches(length, mixer.reach, causal=causal):
         raise ValueError(
-            f"{tokens} tokens reach past the horizon of {mixer.reach:g}; use shorter texts, or a model whose "
+            f"{length} tokens reach past the horizon of {mixer.reach:g}; use shorter texts, or a model whose "
             "config.horizon is larger, or math.inf (no cosine)"
         )
     if shard is not None:  # whether there is a mask must not depend on the part of it that is here
-        key_mask = None if key_mask is None else key_mask.bool()
-        out, kept = interior.sharded(x, q, k, v, shard, causal=causal, key_mask=key_mask)
+        tokens = tokens._replace(key_mask=None if mask is None else mask.bool())
+        out, kept = interior.sharded(tokens, shard, causal=causal)
         if cache is not None:
             cache.kept, cache.is_initialized = kept, True
         return out
-    key_mask = None if key_mask is None else padding(key_mask[:, -x.shape[1] :])
+    if mask is not None:
+        tokens = tokens._replace(key_mask=padding(mask[:, -new:]))
     if cache is None:
-        return interior(x, q, k, v, causal=causal, key_mask=key_mask, cu_seqlens=cu_seqlens)
+        return interior(tokens, causal=causal, cu_seqlens=cu_seqlens)
     if mixer.streaming is not True:
         raise ValueError(
             f"mixer {mixer.name!r} keeps no cache ({mixer.streaming}); call it with use_cache=False"
         )
-    return cache.stream(interior, x, q, k, v, key_mask=key_mask)
+    return cache.stream(interior, tokens)
 
 
 class CosformerPreTrained(Base):

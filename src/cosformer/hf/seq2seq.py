@@ -10,6 +10,7 @@ from transformers.models.bart.modeling_bart import (
     BartModel,
 )
 
+from ..layer import Tokens
 from .cache import encoder_decoder_cache
 from .configuration import CosformerSeq2SeqConfig
 from .interface import padding
@@ -37,9 +38,9 @@ class CosformerSeq2SeqAttention(BartAttention):
 
     def forward(self, hidden_states, past_key_values=None, key_mask=None, **kwargs) -> tuple[Tensor, None]:
         x = hidden_states
-        parts = (x, self.q_proj(x), self.k_proj(x), self.v_proj(x))
+        tokens = Tokens(x, self.q_proj(x), self.k_proj(x), self.v_proj(x), key_mask)
         cache = None if past_key_values is None else own_tokens(past_key_values).layers[self.layer_idx]
-        out = attend(self.interior, *parts, causal=self.is_causal, key_mask=key_mask, cache=cache)
+        out = attend(self.interior, tokens, causal=self.is_causal, cache=cache)
         return self.out_proj(out), None
 
 
