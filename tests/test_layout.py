@@ -52,8 +52,8 @@ ORDER = {
     ],
     "mixers": ["blocks keys", "contract", "positions", "kernel lowrank lsh polynomial random softmax sparse"],
     "hf": [
-        "cache interface loss packing parallel pooling sizes",
-        "attach configuration pretrained step",
+        "cache interface loss parallel pooling sizes",
+        "configuration pretrained step",
         "seq2seq stack",
         "decoder encoder",
     ],

@@ -196,33 +196,25 @@ class CosformerAttention(MixerAttention):
         self,
         embed_dim: int,
         num_heads: int,
-        dropout: float = 0.0,
-        bias: bool = True,
-        add_bias_kv: bool = False,
-        add_zero_attn: bool = False,
-        kdim: int | None = None,
-        vdim: int | None = None,
-        batch_first: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-        *,
+        *args,
         horizon: Horizon | None = None,
         decay: DecaySpec = None,
         learn_decay: bool = False,
         eps: float = 1e-6,
         backend: str | None = None,
-        **layer,
+        **kwargs,
     ) -> None:
-        unknown = set(layer) - {"num_kv_heads", "short_conv", "qk_norm", "output_gate"}
-        if unknown:
-            raise TypeError(f"CosformerAttention got an unexpected keyword argument {min(unknown)!r}")
         horizons = [] if horizon is None else horizon_list(horizon, num_heads)
-        operator = {"horizon": "length" if horizon is None else horizon, "eps": eps, "backend": backend}
+        options = {
+            "horizon": "length" if horizon is None else horizon,
+            "decay": decay,
+            "learn_decay": learn_decay,
+        }
+        options |= {"eps": eps, "backend": backend}
+        span = math.ceil(span_of(horizons, UNKNOWN_LENGTH))
         super().__init__(
-            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,
-            device, dtype, mixer="cosformer", max_length=math.ceil(span_of(horizons, UNKNOWN_LENGTH)),
-            options={"decay": decay, "learn_decay": learn_decay, **operator}, **layer,
-        )  # fmt: skip
+            embed_dim, num_heads, *args, mixer="cosformer", max_length=span, options=options, **kwargs
+        )
         self.horizon = horizon
 
 

@@ -16,8 +16,6 @@ from transformers import (
 )
 
 from .. import mixers
-from . import interface
-from .attach import attach, enter_mixer
 from .cache import CosformerCache
 from .configuration import CosformerConfig, CosformerEncoderConfig, CosformerSeq2SeqConfig
 from .decoder import CosformerForCausalLM, CosformerModel
@@ -28,6 +26,7 @@ from .encoder import (
     CosformerForSequenceClassification,
     CosformerForTokenClassification,
 )
+from .interface import attach, enter
 from .parallel import prefill, sequence_parallel
 from .seq2seq import CosformerForConditionalGeneration, CosformerSeq2SeqModel
 
@@ -64,9 +63,8 @@ MODELS: dict[Any, list[tuple[Any, Any]]] = {  # config: (Auto class, model) pair
     ],
 }
 
-interface.enter()
-for name in mixers.names():
-    enter_mixer(name)
+for implementation in ("cosformer", *(f"cosformer:{name}" for name in mixers.names())):
+    enter(implementation)
 for config, models in MODELS.items():
     AutoConfig.register(config.model_type, config, exist_ok=True)
     for auto, model in models:

@@ -1,27 +1,33 @@
-"""attn_implementation="cosformer": cosFormer attention in the architectures transformers already has.
+"""attn_implementation="cosformer" and "cosformer:NAME": our attention in the architectures of transformers.
 
 transformers asks for two functions under one name: the attention itself, and the mask it wants to be given.
-Both are needed: without the second a padded batch arrives with no mask at all. What this operator cannot
-honour is refused, never ignored.
+Both are needed: without the second a padded batch arrives with no mask at all. What cannot be honoured is
+refused, never ignored.
 
-Options stand in `config.cosformer`, a plain dict that is saved with the config:
+"cosformer" is the operator, whose options stand in `config.cosformer`, a plain dict saved with the config:
 
     horizon   the distance at which a key stops mattering; the architecture's maximum positions if absent
     decay     None (the paper's operator), "ladder", or a list of rates, one per head
 
 Cross attention takes no cosine and no decay: its queries and keys stand on different axes, and transformers
 does not tell an attention function which target position a cached query has.
+
+"cosformer:NAME" is any mixer. A mixer is a module: it may have parameters and random draws, which must exist
+before a model is trained or its weights loaded. So `attach` gives every attention module of a model its
+mixer, as a submodule that is saved with the rest, and switches to it.
 """
 
 import math
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.utils import logging
 
+from .. import mixers
 from ..decay import Decay, DecaySpec, span_of
 from ..ops import linear_attention
 from ..ops.checks import horizon_list
@@ -38,8 +44,41 @@ REFUSED = {  # keyword: what it asks for
 logger = logging.get_logger(__name__)
 
 
+def enter(implementation: str) -> None:
+    """Make both functions known to transformers under a name."""
+    AttentionInterface.register(implementation, attention)
+    AttentionMaskInterface.register(implementation, mask)
+
+
+def attach(model: PreTrainedModel, name: str, **options) -> PreTrainedModel:
+    """Make the mixer called `name` the attention of every layer; options are the mixer's. Returns the model.
+
+    >>> attach(AutoModelForCausalLM.from_config(config), "performer", features=128)
+    """
+    enter(f"cosformer:{name}")
+    for module in model.modules():
+        if hasattr(module, "is_causal") and hasattr(module, "config"):  # the mark of what calls the interface
+            module.mixer = _build(module, name, options)
+    model.set_attn_implementation(f"cosformer:{name}")
+    return model
+
+
+def _build(module: Any, name: str, options: dict) -> nn.Module:
+    config = module.config
+    heads = getattr(module, "num_heads", config.num_attention_heads)
+    size = getattr(module, "head_dim", config.hidden_size // heads)
+    mixer = mixers.build(name, heads=heads, head_dim=size, max_length=max_positions(config), **options)
+    if mixer.reads_input:
+        raise ValueError(
+            f"mixer {name!r} reads the layer's input, which transformers hands to no attention function; "
+            "attach one that does not, such as cosformer-ladder, or use a Cosformer model type"
+        )
+    weight = next(module.parameters())
+    return mixer.to(weight.device, weight.dtype)
+
+
 def attention(
-    module: nn.Module,
+    module: Any,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -60,25 +99,40 @@ def attention(
             f"the dropout of {dropout:g} in {type(module).__name__} is not applied; set it to 0 in the config"
         )
     causal = is_causal_attention(module, is_causal)
-    cross = is_cross_attention(module, causal=causal)
-    options = (
-        {"horizon": math.inf}
-        if cross
-        else self_options(module.config, heads=query.shape[1], device=query.device)
-    )
-    check_reach(key.shape[2], options["horizon"], causal=causal)
-    offset = key.shape[2] - query.shape[2] if causal else 0  # a cache holds the keys before the queries
-    out = linear_attention(
-        query,
-        key,
-        value,
-        relu=True,
-        causal=causal,
-        q_offset=offset,
-        key_mask=key_mask(attention_mask, key),
-        **options,
-    )
+    given: dict[str, Any] = {"causal": causal, "key_mask": key_mask(attention_mask, key)}
+    name = module.config._attn_implementation.partition(":")[2]
+    if name:
+        out = by_mixer(module, name, query, key, value, **given)
+    else:
+        out = by_operator(module, query, key, value, **given)
     return out.transpose(1, 2), None
+
+
+def by_operator(
+    module: Any, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    options: dict[str, Any] = {"horizon": math.inf}
+    if not is_cross_attention(module, causal=causal):
+        options = self_options(module.config, heads=q.shape[1], device=q.device)
+    check_reach(k.shape[2], options["horizon"], causal=causal)
+    offset = k.shape[2] - q.shape[2] if causal else 0  # a cache holds the keys before the queries
+    options |= {"causal": causal, "q_offset": offset, "key_mask": key_mask}
+    return linear_attention(q, k, v, relu=True, **options)
+
+
+def by_mixer(
+    module: Any, name: str, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, key_mask: Tensor | None
+) -> Tensor:
+    mixer = getattr(module, "mixer", None)
+    if mixer is None or mixer.name != name:
+        raise ValueError(
+            f'{type(module).__name__} has no mixer {name!r}; attach it: cosformer.hf.attach(model, "{name}")'
+        )
+    if causal and q.shape[2] != k.shape[2]:
+        raise ValueError(
+            f"mixer {name!r} keeps no cache in this architecture; call the model with use_cache=False"
+        )
+    return mixer(q, k, v, causal=causal, key_mask=key_mask)
 
 
 def mask(
@@ -221,9 +275,3 @@ def max_positions(config) -> int:
         f"{type(config).__name__} does not say how many positions it has; "
         "set it: config.cosformer = {'horizon': ...}"
     )
-
-
-def enter() -> None:
-    """Make both functions known to transformers."""
-    AttentionInterface.register("cosformer", attention)
-    AttentionMaskInterface.register("cosformer", mask)

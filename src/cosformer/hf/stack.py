@@ -20,7 +20,6 @@ from transformers.models.llama.modeling_llama import (
 from ..layer import Tokens
 from ..ops.norm import rms_norm
 from ..ops.shard import LIMIT
-from .packing import packed_boundaries
 from .parallel import shard_of
 from .pretrained import (
     CosformerPreTrained,
@@ -170,3 +169,28 @@ def unpadded(mask: Tensor, length: int, seen: int) -> Tensor:
     """
     before = seen if mask.shape[1] < seen + length else 0
     return (before + mask.long().cumsum(1) - 1).clamp_min(0)[:, -length:]
+
+
+def packed_boundaries(position_ids: Tensor | None) -> Tensor | None:
+    """The boundaries of packed sequences, the rows laid end to end; None where every row is one sequence."""
+    if position_ids is None:
+        return None
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "position_ids may mark packed sequences, which a compiled graph cannot look for; "
+            "also pass attention_mask (one sequence a row) or cu_seq_lens_q (packed)"
+        )
+    new = torch.ones_like(position_ids, dtype=torch.bool)
+    new[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    begins = new.flatten().nonzero().flatten()
+    if bool(position_ids.flatten()[begins].any()):
+        shown = str(position_ids[0, :12].tolist())[:-1] + (", ...]" if position_ids.shape[1] > 12 else "]")
+        raise ValueError(
+            "position_ids must count each sequence from 0: one sequence a row, or several packed into it; "
+            f"got a row {shown}. A part of a sequence, or one in another order, has no meaning without its "
+            "beginning (context parallelism permutes sequences: these models have cosformer.hf."
+            "sequence_parallel, or cosformer train --sequence-parallel, in its place)"
+        )
+    if len(begins) == len(position_ids):
+        return None
+    return torch.cat([begins, begins.new_tensor([position_ids.numel()])])

@@ -78,15 +78,7 @@ class Mixer(nn.Module):
     # What users call
 
     def forward(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        *,
-        x: Tensor | None = None,
-        causal: bool = False,
-        key_mask: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, *, x=None, causal: bool = False, key_mask=None, cu_seqlens=None
     ) -> Tensor:
         """Attend: q (B, H, L, D), k (B, Hk, S, D), v (B, Hk, S, E) -> (B, H, L, E) in q's dtype.
 
@@ -105,14 +97,7 @@ class Mixer(nn.Module):
         return self.mix(q, k, v, x=x, causal=causal, key_mask=key_mask)
 
     def stream(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        state: Any = None,
-        *,
-        x: Tensor | None = None,
-        key_mask: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, state: Any = None, *, x=None, key_mask: Tensor | None = None
     ) -> tuple[Tensor, Any]:
         """Causal attention over a stream's next tokens: their output, and the state to pass with the next.
 
@@ -128,15 +113,7 @@ class Mixer(nn.Module):
         return self.step(q, k, v, state, x=x, key_mask=key_mask)
 
     def sharded(
-        self,
-        q: Tensor,
-        k: Tensor,
-        v: Tensor,
-        shard: Shard,
-        *,
-        x: Tensor | None = None,
-        causal: bool = False,
-        key_mask: Tensor | None = None,
+        self, q: Tensor, k: Tensor, v: Tensor, shard: Shard, *, x=None, causal: bool = False, key_mask=None
     ) -> tuple[Tensor, Any]:
         """`forward` over a sequence of which this process holds a part: this part's output and, if causal and
         not packed, the state of the whole, from which a stream goes on. All processes must call it.
