@@ -68,6 +68,7 @@ class CosformerFields:
         model_type: str
         max_position_embeddings: int
         use_cache: bool
+        attention_dropout: float
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
@@ -86,16 +87,16 @@ class CosformerFields:
             known.setdefault(self.model_type, ["q_proj", "v_proj"])
         return super().to_dict()  # type: ignore[misc]
 
-    def settle(self, *, layers: int, heads: int, dropout: str, beside: Iterable[str] = ()) -> None:
+    def settle(self, *, layers: int, heads: int, beside: Iterable[str] = ()) -> None:
         """Check the fields, and fill in those that follow from others; `beside` are mixers not in `mixer`."""
         self._fold_types(layers)
         names = mixers.layers(self.mixer, layers)
         self._check_options({key for name in (*names, *beside) for key in mixers.options(name)})
         if self.positions not in POSITIONS:
             raise ValueError(f"positions is {self.positions!r}; one of {', '.join(map(repr, POSITIONS))}")
-        if getattr(self, dropout):
+        if self.attention_dropout:
             raise ValueError(
-                f"{dropout} is {getattr(self, dropout)}; there are no attention weights to drop here"
+                f"attention_dropout is {self.attention_dropout}; there are no attention weights to drop here"
             )
         size = getattr(self, "head_dim", None) or self.hidden_size // heads
         with torch.device("meta"):
@@ -176,7 +177,7 @@ class StackFields(CosformerFields):
 
     def __post_init__(self, **kwargs):
         layers, heads = self.num_hidden_layers, self.num_attention_heads
-        self.settle(layers=layers, heads=heads, dropout="attention_dropout")
+        self.settle(layers=layers, heads=heads)
         if self.loss not in LOSSES or not isinstance(self.loss_samples, int) or self.loss_samples < 1:
             given, known = f"{self.loss!r} over {self.loss_samples} samples", ", ".join(map(repr, LOSSES))
             raise ValueError(f"loss is {given}; one of {known}, over 1 sample or more")
@@ -225,7 +226,7 @@ class CosformerSeq2SeqConfig(CosformerFields, BartConfig):
         self.encoder_layer_mixers = mixers.layers(self.encoder_mixer, self.encoder_layers)
         beside = [*self.encoder_layer_mixers, *filter(None, [self.cross_mixer])]
         heads = self.decoder_attention_heads
-        self.settle(layers=self.decoder_layers, heads=heads, dropout="attention_dropout", beside=beside)
+        self.settle(layers=self.decoder_layers, heads=heads, beside=beside)
         super().__post_init__(**kwargs)
         if self.positions != "learned":
             raise ValueError(

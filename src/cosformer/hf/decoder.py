@@ -63,6 +63,5 @@ class CosformerForCausalLM(CosformerPreTrained, LlamaForCausalLM):
         hidden = self.model(input_ids, **kwargs).last_hidden_state
         if shifted is None:
             hidden, shifted = hidden[:, :-1], labels[:, 1:]
-        last, following = hidden.flatten(0, 1), shifted.flatten()
         given = {"samples": self.config.loss_samples, "total": num_items_in_batch}
-        return CausalLMOutputWithPast(loss=one_vs_each(last, self.lm_head.weight, None, following, **given))
+        return CausalLMOutputWithPast(loss=one_vs_each(hidden, self.lm_head.weight, None, shifted, **given))

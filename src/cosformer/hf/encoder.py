@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, mse_loss
 from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput, TokenClassifierOutput
 from transformers.models.llama.modeling_llama import LlamaPreTrainedModel, LlamaRMSNorm
 from transformers.utils import can_return_tuple
@@ -34,6 +35,7 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
     config: CosformerEncoderConfig
     accepts_loss_kwargs = False
     has_one_vs_each = False  # whether it can be trained with one-vs-each
+    labels_tokens = True  # a label is of a token, not of a text
 
     def __init__(self, config: CosformerEncoderConfig):
         super().__init__(config)
@@ -52,23 +54,41 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
     def hidden(self, input_ids=None, attention_mask=None, **kwargs) -> Tensor:
         """The last block's output (B, L, C)."""
         kwargs.pop("token_type_ids", None)  # tokenizers of BERT's kind give them; there are no segments here
-        return self.model(
-            input_ids, attention_mask=attention_mask, return_dict=True, **kwargs
-        ).last_hidden_state
+        kwargs |= {"attention_mask": attention_mask, "return_dict": True}
+        return self.model(input_ids, **kwargs).last_hidden_state
+
+    def read_off(self, hidden: Tensor, layer: Any, labels: Tensor | None, items: Any = None) -> dict:
+        """Loss and logits of an output layer; there are no logits in training by one-vs-each.
+
+        `items`, from the Trainer, divides the sum of losses, in place of the number of labels.
+        """
+        if labels is None:
+            return {"logits": layer(hidden)}
+        if self.labels_tokens:
+            items = labels_of(self.model.sequence_group, labels, items)
+        if self.training and self.sampled:
+            given = {"samples": self.config.loss_samples, "total": items}
+            return {"loss": one_vs_each(hidden, layer.weight, layer.bias, labels, **given)}
+        logits = layer(hidden)
+        if self.num_labels == 1 and not self.labels_tokens:
+            return {"loss": mse_loss(logits.squeeze(-1).float(), labels.float()), "logits": logits}
+        whole = "mean" if items is None else "sum"
+        loss = cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction=whole)
+        return {"loss": loss if items is None else loss / items, "logits": logits}
+
+
+class TextHead(EncoderHead):
+    """Abstract: a head that reads one vector a text, and tells its class, or one number (`num_labels` 1)."""
+
+    labels_tokens = False
+
+    def __init__(self, config: CosformerEncoderConfig):
+        super().__init__(config)
+        self.pooling = Pooling(config.pooling, config.hidden_size)
 
     def pooled(self, input_ids=None, attention_mask=None, **kwargs) -> Tensor:
-        """One vector a text (B, size), by the head's pooling."""
         hidden = self.hidden(input_ids, attention_mask, **kwargs)
         return self.pooling(hidden, attention_mask, self.model.sequence_group)
-
-    def token_loss(self, logits: Tensor, labels: Tensor | None, items: Any = None) -> Tensor | None:
-        """The mean over labelled tokens; this batch's share of it where `items` are those of several."""
-        if labels is None:
-            return None
-        items = labels_of(self.model.sequence_group, labels, items)
-        whole = "mean" if items is None else "sum"
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction=whole)
-        return loss if items is None else loss / items
 
 
 class CosformerForMaskedLM(EncoderHead):
@@ -97,39 +117,24 @@ class CosformerForMaskedLM(EncoderHead):
         """`num_items_in_batch`, from the Trainer: the hidden tokens of all processes and accumulated batches
         together; the loss is this batch's share of their mean."""
         hidden = self.head(self.hidden(input_ids, attention_mask, **kwargs))
-        if labels is not None and self.training and self.sampled:
-            items = labels_of(self.model.sequence_group, labels, num_items_in_batch)
-            given = {"samples": self.config.loss_samples, "total": items}
-            decoder: Any = self.decoder
-            last = hidden.flatten(0, 1), decoder.weight, decoder.bias, labels.flatten()
-            return MaskedLMOutput(loss=one_vs_each(*last, **given))
-        logits = self.decoder(hidden)
-        loss = self.token_loss(logits, labels, num_items_in_batch)
-        return MaskedLMOutput(loss=loss, logits=logits)
+        return MaskedLMOutput(**self.read_off(hidden, self.decoder, labels, num_items_in_batch))
 
 
-class CosformerForSequenceClassification(EncoderHead):
+class CosformerForSequenceClassification(TextHead):
     has_one_vs_each = True
 
     def __init__(self, config: CosformerEncoderConfig):
         super().__init__(config)
         if self.sampled and config.num_labels < 2:
             raise ValueError(f'loss is "one-vs-each", of classes; num_labels is {config.num_labels}')
-        self.pooling = Pooling(config.pooling, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
         self.classifier = nn.Linear(self.pooling.size, config.num_labels)
         self.post_init()
 
     @can_return_tuple
     def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs) -> SequenceClassifierOutput:
-        pooled = self.pooled(input_ids, attention_mask, **kwargs)
-        pooled = self.dropout(pooled)
-        if labels is not None and self.training and self.sampled:
-            weight, bias = self.classifier.weight, self.classifier.bias
-            loss = one_vs_each(pooled, weight, bias, labels, samples=self.config.loss_samples)
-            return SequenceClassifierOutput(loss=loss)
-        logits = self.classifier(pooled)
-        return SequenceClassifierOutput(loss=class_loss(self.config, logits, labels), logits=logits)
+        pooled = self.dropout(self.pooled(input_ids, attention_mask, **kwargs))
+        return SequenceClassifierOutput(**self.read_off(pooled, self.classifier, labels))
 
 
 class CosformerForTokenClassification(EncoderHead):
@@ -141,18 +146,16 @@ class CosformerForTokenClassification(EncoderHead):
 
     @can_return_tuple
     def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs) -> TokenClassifierOutput:
-        logits = self.classifier(self.dropout(self.hidden(input_ids, attention_mask, **kwargs)))
-        return TokenClassifierOutput(loss=self.token_loss(logits, labels), logits=logits)
+        hidden = self.dropout(self.hidden(input_ids, attention_mask, **kwargs))
+        return TokenClassifierOutput(**self.read_off(hidden, self.classifier, labels))
 
 
-class CosformerForPairClassification(EncoderHead):
+class CosformerForPairClassification(TextHead):
     def __init__(self, config: CosformerEncoderConfig):
         super().__init__(config)
-        self.pooling = Pooling(config.pooling, config.hidden_size)
         size = self.pooling.size
-        self.classifier = nn.Sequential(
-            nn.Linear(4 * size, size), nn.ReLU(), nn.Linear(size, config.num_labels)
-        )
+        layers = (nn.Linear(4 * size, size), nn.ReLU(), nn.Linear(size, config.num_labels))
+        self.classifier = nn.Sequential(*layers)
         self.post_init()
 
     @can_return_tuple
@@ -167,14 +170,5 @@ class CosformerForPairClassification(EncoderHead):
     ) -> SequenceClassifierOutput:
         a = self.pooled(input_ids, attention_mask, **kwargs)
         b = self.pooled(pair_input_ids, pair_attention_mask, **kwargs)
-        logits = self.classifier(torch.cat([a, b, a * b, a - b], -1))
-        return SequenceClassifierOutput(loss=class_loss(self.config, logits, labels), logits=logits)
-
-
-def class_loss(config: CosformerEncoderConfig, logits: Tensor, labels: Tensor | None) -> Tensor | None:
-    """Cross entropy of classes; the squared error where there is one number to tell (`num_labels` 1)."""
-    if labels is None:
-        return None
-    if config.num_labels == 1:
-        return nn.functional.mse_loss(logits.squeeze(-1).float(), labels.float())
-    return nn.functional.cross_entropy(logits.float(), labels)
+        pair = torch.cat([a, b, a * b, a - b], -1)
+        return SequenceClassifierOutput(**self.read_off(pair, self.classifier, labels))

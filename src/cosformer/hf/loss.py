@@ -26,11 +26,12 @@ def one_vs_each(
     ignore: int = -100,
     total: Tensor | int | None = None,
 ) -> Tensor:
-    """The mean loss of hidden (N, C) with labels (N,) under the output layer weight (V, C), bias (V,).
+    """The mean loss of hidden (..., C) with labels (...) under the output layer weight (V, C), bias (V,).
 
     All V classes are summed over where there are no more than `samples`. `total` divides instead of the
     number of labels.
     """
+    hidden, labels = hidden.flatten(0, -2), labels.flatten()
     asked = labels != ignore
     target = labels.clamp_min(0)
     classes, V = None, len(weight)
