@@ -11,7 +11,8 @@ rates       a number, or one per head: constants
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -77,17 +78,14 @@ class Decay(nn.Module):
         self.register_buffer("constant", None if learn else values, persistent=False)
         self.log_rates = nn.Parameter(values.log()) if learn and values is not None else None
         self.gate = Gate(width, heads, device=device, dtype=dtype) if self.gated else None
-        self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """The start: constants as given, a gate that changes nothing."""
-        with torch.no_grad():
-            if self.constant is not None:
-                self.constant.copy_(self.start())
-            if self.log_rates is not None:
-                self.log_rates.copy_(self.start().log())
-            if self.gate is not None:
-                self.gate.reset_parameters()
+    @torch.no_grad()
+    def reset_parameters(self, copy: Callable[[Tensor, Tensor], Any] = Tensor.copy_) -> None:
+        """Constants as they were given; a gate starts by itself. `copy` writes the second into the first."""
+        if self.constant is not None:
+            copy(self.constant, self.start())
+        if self.log_rates is not None:
+            copy(self.log_rates, self.start().log())
 
     def rates(self, x: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor | None:
         """Rates (H,), or of a gate (B, H, L) for a layer's input x (B, L, C); None without decay.

@@ -78,13 +78,10 @@ class ShortConvolution(nn.Module):
         self.weight = nn.Parameter(torch.empty(channels, width, device=device, dtype=dtype))
         self.reset_parameters()
 
-    def reset_parameters(self) -> None:
-        """The identity."""
-        with torch.no_grad():
-            self.weight.copy_(self.identity())
-
-    def identity(self) -> Tensor:
-        return torch.eye(self.weight.shape[1])[self.ahead].expand(self.weight.shape)
+    @torch.no_grad()
+    def reset_parameters(self, copy: Callable[[Tensor, Tensor], Any] = Tensor.copy_) -> None:
+        """The identity. `copy` writes the second tensor into the first."""
+        copy(self.weight, torch.eye(self.weight.shape[1])[self.ahead].expand(self.weight.shape))
 
     def forward(self, x: Tensor, before: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
         return short_convolution(x, self.weight, ahead=self.ahead, before=before, cu_seqlens=cu_seqlens)

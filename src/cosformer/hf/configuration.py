@@ -39,10 +39,7 @@ from .pooling import POOLINGS
 
 FORMAT = 3  # of a saved model: its fields and the names of its weights
 POSITIONS = ("learned", "none", None)
-BY_TYPE = {
-    "full_attention": "softmax",
-    "sliding_attention": "local",
-}  # the mixer of a layer named by its type
+BY_TYPE = {"full_attention": "softmax", "sliding_attention": "local"}  # the mixer of a layer of that type
 
 
 @dataclass(kw_only=True)

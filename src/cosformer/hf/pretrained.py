@@ -84,16 +84,11 @@ class CosformerPreTrained(Base):
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
-        if isinstance(module, ShortConvolution):
-            init.copy_(module.weight, module.identity())
+        if isinstance(module, ShortConvolution | Decay):
+            module.reset_parameters(init.copy_)  # which leaves alone what was loaded
         elif isinstance(module, Gate):
             init.zeros_(module.weight)
             init.zeros_(module.bias)
-        elif isinstance(module, Decay):
-            if module.constant is not None:
-                init.copy_(module.constant, module.start())
-            if module.log_rates is not None:
-                init.copy_(module.log_rates, module.start().log())
         else:
             super()._init_weights(module)
 
@@ -140,18 +135,15 @@ def check_learned_positions(name: str, length: int, most: int, *, cached: int = 
         )
 
 
-def refuse_weights(config, kwargs: dict) -> None:
-    asked = kwargs.get("output_attentions")
-    if config.output_attentions if asked is None else asked:
+def check_call(config, asked: dict, cache=None, **masks: Tensor | None) -> None:
+    """Refuse what no Cosformer model does, whatever its architecture."""
+    weights = asked.get("output_attentions")
+    if config.output_attentions if weights is None else weights:
         raise ValueError("output_attentions=True: these layers never form their attention weights")
-
-
-def check_padding_mask(name: str, mask: Tensor | None) -> None:
-    if mask is not None and mask.ndim != 2:
-        raise ValueError(f"{name} must be a padding mask (batch, length) here; got shape {tuple(mask.shape)}")
-
-
-def check_cache(cache) -> None:
+    for name, mask in masks.items():
+        if mask is not None and mask.ndim != 2:
+            shape = tuple(mask.shape)
+            raise ValueError(f"{name} must be a padding mask (batch, length) here; got shape {shape}")
     if cache is not None and not isinstance(cache, CosformerCache):
         raise TypeError(
             f"past_key_values must be the cache model.new_cache() makes; got {type(cache).__name__}"

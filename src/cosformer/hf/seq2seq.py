@@ -11,18 +11,10 @@ from transformers.models.bart.modeling_bart import (
 )
 
 from ..layer import Tokens
-from .cache import encoder_decoder_cache
+from .cache import SourceLayer, encoder_decoder_cache
 from .configuration import CosformerSeq2SeqConfig
 from .interface import padding
-from .pretrained import (
-    CosformerPreTrained,
-    attend,
-    check_cache,
-    check_learned_positions,
-    check_padding_mask,
-    interior,
-    refuse_weights,
-)
+from .pretrained import CosformerPreTrained, attend, check_call, check_learned_positions, interior
 
 
 class CosformerSeq2SeqAttention(BartAttention):
@@ -57,17 +49,18 @@ class CosformerCrossAttention(BartAttention):
         self, hidden_states, key_value_states=None, past_key_values=None, source_mask=None, **kwargs
     ) -> tuple[Tensor, None]:
         q = self.split(self.q_proj(hidden_states))
-        if past_key_values is None:
-            k, v = self.split(self.k_proj(key_value_states)), self.split(self.v_proj(key_value_states))
-            out = self.mixer.read(q, self.mixer.absorb(k, v, key_mask=kept(source_mask)))
-        else:
+        source, offset = SourceLayer(), 0
+        if past_key_values is not None:
             source = past_key_values.cross_attention_cache.layers[self.layer_idx]
-            if source.kept is None:
-                k, v = self.split(self.k_proj(key_value_states)), self.split(self.v_proj(key_value_states))
-                source.absorb(self.mixer, k, v, key_mask=kept(source_mask))
-                past_key_values.is_updated[self.layer_idx] = True
             seen = own_tokens(past_key_values).get_seq_length(self.layer_idx)  # these tokens are among them
-            out = self.mixer.read(q, source.kept, offset=seen - q.shape[2])
+            offset = seen - q.shape[2]
+        if source.kept is None:
+            k, v = self.split(self.k_proj(key_value_states)), self.split(self.v_proj(key_value_states))
+            mask = None if source_mask is None else padding(source_mask)
+            source.absorb(self.mixer, k, v, key_mask=mask)
+            if past_key_values is not None:
+                past_key_values.is_updated[self.layer_idx] = True
+        out = self.mixer.read(q, source.kept, offset=offset)
         return self.out_proj(out.transpose(1, 2).flatten(2)), None
 
     def split(self, x: Tensor) -> Tensor:
@@ -84,9 +77,8 @@ class CosformerSeq2SeqEncoder(CosformerPreTrained, BartEncoder):
         self.post_init()
 
     def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, **kwargs):
-        refuse_weights(self.config, kwargs)
-        check_padding_mask("attention_mask", attention_mask)
-        check_length(self.config, {"input_ids": input_ids, "inputs_embeds": inputs_embeds})
+        check_call(self.config, kwargs, attention_mask=attention_mask)
+        check_length(self.config, input_ids=input_ids, inputs_embeds=inputs_embeds)
         # Masks go by names of our own: where BART's are traced they become L x L.
         return super().forward(input_ids, inputs_embeds=inputs_embeds, key_mask=attention_mask, **kwargs)
 
@@ -112,21 +104,15 @@ class CosformerSeq2SeqDecoder(CosformerPreTrained, BartDecoder):
         use_cache=None,
         **kwargs,
     ):
-        refuse_weights(self.config, kwargs)
-        check_padding_mask("decoder_attention_mask", attention_mask)
-        check_padding_mask("attention_mask", encoder_attention_mask)
+        own = own_tokens(past_key_values)
+        masks = {"decoder_attention_mask": attention_mask, "attention_mask": encoder_attention_mask}
+        check_call(self.config, kwargs, own, **masks)
+        given = {"decoder_input_ids": input_ids, "decoder_inputs_embeds": inputs_embeds}
+        check_length(self.config, cached=0 if own is None else own.get_seq_length(), **given)
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if use_cache and past_key_values is None:
             past_key_values = encoder_decoder_cache(len(self.config.layer_mixers))
-        if past_key_values is not None:
-            check_cache(own_tokens(past_key_values))
-        given = {"decoder_input_ids": input_ids, "decoder_inputs_embeds": inputs_embeds}
-        check_length(
-            self.config,
-            given,
-            cached=0 if past_key_values is None else own_tokens(past_key_values).get_seq_length(),
-        )
         return super().forward(
             input_ids,
             encoder_hidden_states=encoder_hidden_states,
@@ -151,9 +137,7 @@ class CosformerSeq2SeqModel(CosformerPreTrained, BartModel):
 
 class CosformerForConditionalGeneration(CosformerPreTrained, BartForConditionalGeneration):
     config: CosformerSeq2SeqConfig
-    accepts_loss_kwargs = (
-        False  # BART averages its loss itself, so the Trainer must not hand it num_items_in_batch
-    )
+    accepts_loss_kwargs = False  # BART averages its loss itself: the Trainer hands it no num_items_in_batch
 
     def __init__(self, config: CosformerSeq2SeqConfig):
         super().__init__(config)
@@ -164,17 +148,13 @@ class CosformerForConditionalGeneration(CosformerPreTrained, BartForConditionalG
         return encoder_decoder_cache(len(self.config.layer_mixers))
 
 
-def kept(attention_mask: Tensor | None) -> Tensor | None:
-    return None if attention_mask is None else padding(attention_mask)
-
-
-def check_length(config: CosformerSeq2SeqConfig, given: dict[str, Tensor | None], *, cached: int = 0) -> None:
+def check_length(config: CosformerSeq2SeqConfig, *, cached: int = 0, **given: Tensor | None) -> None:
     for name, tokens in given.items():
         if tokens is not None:
-            check_learned_positions(
-                name, cached + tokens.shape[1], config.max_position_embeddings, cached=cached
-            )
+            most = config.max_position_embeddings
+            check_learned_positions(name, cached + tokens.shape[1], most, cached=cached)
 
 
 def own_tokens(cache):
+    """The part of a cache that is about the decoder's own tokens."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache

@@ -21,15 +21,7 @@ from ..layer import Tokens
 from ..ops.norm import rms_norm
 from ..ops.shard import LIMIT
 from .parallel import shard_of
-from .pretrained import (
-    CosformerPreTrained,
-    attend,
-    check_cache,
-    check_learned_positions,
-    check_padding_mask,
-    interior,
-    refuse_weights,
-)
+from .pretrained import CosformerPreTrained, attend, check_call, check_learned_positions, interior
 from .step import next_token
 
 
@@ -101,8 +93,7 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
         use_cache=None,
         **kwargs,
     ):
-        refuse_weights(self.config, kwargs)
-        check_padding_mask("attention_mask", attention_mask)
+        check_call(self.config, kwargs, past_key_values, attention_mask=attention_mask)
         boundaries, shared = None, self.sequence_group is not None
         if past_key_values is None and attention_mask is None and not shared:
             boundaries = kwargs.get("cu_seq_lens_q")
@@ -115,7 +106,6 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
             use_cache = self.config.use_cache and not self.training and boundaries is None and not shared
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
-        check_cache(past_key_values)
         embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         shard = shard_of(self, embedded, attention_mask, position_ids, past_key_values) if shared else None
         if self.config.positions == "learned":
