@@ -27,7 +27,7 @@ def test_every_public_name_and_field_is_told():
 
     page = PAGE.read_text()
     kinds = [
-        kind for config in hf.MODELS for kind in config.__mro__ if kind.__module__.startswith("cosformer")
+        kind for config in hf.CONFIGS for kind in config.__mro__ if kind.__module__.startswith("cosformer")
     ]
     ours = {name for kind in kinds for name in vars(kind).get("__annotations__", {})}
     ours -= {"causal_layers", "use_cache", "tie_word_embeddings", "model_type"}

@@ -31,41 +31,27 @@ from .parallel import prefill, sequence_parallel
 from .seq2seq import CosformerForConditionalGeneration, CosformerSeq2SeqModel
 
 __all__ = [
-    "CosformerCache",
-    "CosformerConfig",
-    "CosformerEncoderConfig",
-    "CosformerEncoderModel",
-    "CosformerForCausalLM",
-    "CosformerForConditionalGeneration",
-    "CosformerForMaskedLM",
-    "CosformerForPairClassification",
-    "CosformerForSequenceClassification",
-    "CosformerForTokenClassification",
-    "CosformerModel",
-    "CosformerSeq2SeqConfig",
-    "CosformerSeq2SeqModel",
-    "attach",
-    "prefill",
+    "CosformerCache", "CosformerConfig", "CosformerEncoderConfig", "CosformerEncoderModel",
+    "CosformerForCausalLM", "CosformerForConditionalGeneration", "CosformerForMaskedLM",
+    "CosformerForPairClassification", "CosformerForSequenceClassification", "CosformerForTokenClassification",
+    "CosformerModel", "CosformerSeq2SeqConfig", "CosformerSeq2SeqModel", "attach", "prefill",
     "sequence_parallel",
-]
+]  # fmt: skip
 
-MODELS: dict[Any, list[tuple[Any, Any]]] = {  # config: (Auto class, model) pairs
-    CosformerConfig: [(AutoModel, CosformerModel), (AutoModelForCausalLM, CosformerForCausalLM)],
-    CosformerEncoderConfig: [
-        (AutoModel, CosformerEncoderModel),
-        (AutoModelForMaskedLM, CosformerForMaskedLM),
-        (AutoModelForSequenceClassification, CosformerForSequenceClassification),
-        (AutoModelForTokenClassification, CosformerForTokenClassification),
-    ],
-    CosformerSeq2SeqConfig: [
-        (AutoModel, CosformerSeq2SeqModel),
-        (AutoModelForSeq2SeqLM, CosformerForConditionalGeneration),
-    ],
+CONFIGS = (CosformerConfig, CosformerEncoderConfig, CosformerSeq2SeqConfig)
+MODELS: dict[Any, list[Any]] = {
+    AutoModel: [CosformerModel, CosformerEncoderModel, CosformerSeq2SeqModel],
+    AutoModelForCausalLM: [CosformerForCausalLM],
+    AutoModelForMaskedLM: [CosformerForMaskedLM],
+    AutoModelForSequenceClassification: [CosformerForSequenceClassification],
+    AutoModelForTokenClassification: [CosformerForTokenClassification],
+    AutoModelForSeq2SeqLM: [CosformerForConditionalGeneration],
 }
 
 for implementation in ("cosformer", *(f"cosformer:{name}" for name in mixers.names())):
     enter(implementation)
-for config, models in MODELS.items():
+for config in CONFIGS:
     AutoConfig.register(config.model_type, config, exist_ok=True)
-    for auto, model in models:
-        auto.register(config, model, exist_ok=True)
+for auto, models in MODELS.items():
+    for model in models:
+        auto.register(model.config_class, model, exist_ok=True)

@@ -142,7 +142,7 @@ class CosformerFields:
                 raise ValueError(
                     f"full_attention_interval must be an int of at least 1, or None; got {every!r}"
                 )
-            full = [(i + 1) % every == 0 or i == layers - 1 for i in range(layers)]
+            full = mixers.full_layers(layers, every)
             if one:
                 names = ["softmax" if f else name for f, name in zip(full, names)]
                 self.mixer = ", ".join(names)

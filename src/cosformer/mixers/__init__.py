@@ -28,8 +28,8 @@ from .positions import companion
 HYBRID = "cosformer-hybrid"
 INTERVAL = 4  # of a hybrid: one softmax layer in so many
 
-__all__ = ["Admission", "Mixer", "Sizes", "build", "layer_type", "layers", "names", "options", "pattern",
-           "register", "weights"]  # fmt: skip
+__all__ = ["Admission", "Mixer", "Sizes", "build", "full_layers", "layer_type", "layers", "names", "options",
+           "pattern", "register", "weights"]  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -96,12 +96,16 @@ def layers(spec: str, count: int) -> list[str]:
     """The mixer of each of `count` layers: a name, a pattern as "cosformer*3, softmax+rope", a hybrid."""
     names = pattern(spec)
     if spec.strip().partition("+")[0] == HYBRID:
-        linear, full = names
-        return [full if (i + 1) % INTERVAL == 0 or i == count - 1 else linear for i in range(count)]
+        return [names[full] for full in full_layers(count, INTERVAL)]
     if count % len(names):
         told = f"mixer {spec!r} names {len(names)} layers"
         raise ValueError(f"{told}, which {count} layers cannot repeat evenly")
     return names * (count // len(names))
+
+
+def full_layers(count: int, interval: int) -> list[bool]:
+    """Which layers of a hybrid are softmax: every so manieth, and the last."""
+    return [(i + 1) % interval == 0 or i == count - 1 for i in range(count)]
 
 
 def pattern(spec: str) -> list[str]:

@@ -61,25 +61,25 @@ class Kernel(Mixer):
         return math.inf
 
     def mix(self, q, k, v, *, x, causal, key_mask):
-        options = self._options(max(q.shape[2], k.shape[2]), v) | {"decay": self.rates(x, key_mask)}
-        return linear_attention(self.phi(q), self.phi(k), v, causal=causal, key_mask=key_mask, **options)
+        options = self._options(max(q.shape[2], k.shape[2]), v, x, key_mask)
+        return linear_attention(self.phi(q), self.phi(k), v, causal=causal, **options)
 
     def mix_packed(self, q, k, v, cu_seqlens, *, x, causal):
         if self.positions is not None or self.own_horizon:  # each sequence counts from its own beginning
             return super().mix_packed(q, k, v, cu_seqlens, x=x, causal=causal)
         q, k, v = self._prepare(q, k, v, None, offset=0)
-        options = self._options(q.shape[2], v) | {"decay": self.rates(x, None)}
+        options = self._options(q.shape[2], v, x, None)
         return linear_attention(self.phi(q), self.phi(k), v, causal=causal, cu_seqlens=cu_seqlens, **options)
 
     def mix_sharded(self, q, k, v, shard, *, x, causal, key_mask):
         if self.own_horizon and shard.places is not None:
             raise ValueError(f"mixer {self.name!r} in several processes: {OWN_HORIZON}; give a number")
-        options = self._options(shard.total, v) | {"decay": self.rates(x, key_mask), "key_mask": key_mask}
+        options = self._options(shard.total, v, x, key_mask)
         return linear_sharded(self.phi(q), self.phi(k), v, shard, causal=causal, **options)
 
     def step(self, q, k, v, state, *, x, key_mask):
-        options = self._options(q.shape[2], v) | {"decay": self.rates(x, key_mask)}
-        return linear_stream(self.phi(q), self.phi(k), v, state, key_mask=key_mask, **options)
+        options = self._options(q.shape[2], v, x, key_mask)
+        return linear_stream(self.phi(q), self.phi(k), v, state, **options)
 
     def absorb(self, k, v, *, key_mask=None):
         self.refuse(cross=True)
@@ -96,15 +96,11 @@ class Kernel(Mixer):
     def read(self, q, memory, *, offset=0):
         if isinstance(memory, Keys):
             q, k, v = self._source(q, memory, offset)
-            options = self._options(self.max_length, v) | {
-                "decay": self.rates(None, None),
-                "q_offset": offset,
-            }
-            return linear_attention(self.phi(q), self.phi(k), v, key_mask=memory.key_mask, **options)
-        options = {"horizon": self.horizon_of(self.max_length), "relu": self.relu, "signed": self.signed}
-        return linear_read(
-            self.phi(q), memory, q_offset=offset, eps=self.eps, backend=self.backend, **options
-        )
+            options = self._options(self.max_length, v, None, memory.key_mask)
+            return linear_attention(self.phi(q), self.phi(k), v, q_offset=offset, **options)
+        options = {"relu": self.relu, "signed": self.signed, "eps": self.eps, "backend": self.backend}
+        options["horizon"] = self.horizon_of(self.max_length)
+        return linear_read(self.phi(q), memory, q_offset=offset, **options)
 
     def state_size(self):
         if self.own_horizon:
@@ -112,11 +108,11 @@ class Kernel(Mixer):
         cosine = 1 if horizon_list(self.horizon_of(self.max_length), self.heads)[0] == math.inf else 2
         return self.heads * self.head_dim * self.features_per_size * cosine * (self.head_dim + 1)
 
-    def _options(self, length: int, v: Tensor) -> dict[str, Any]:
+    def _options(self, length: int, v: Tensor, x: Tensor | None, key_mask: Tensor | None) -> dict[str, Any]:
         """What the core is told; a named backend need not take the one-hot values of `weights`."""
         backend = self.backend if v.shape[-1] == self.head_dim else None
-        core = {"relu": self.relu, "signed": self.signed, "eps": self.eps, "backend": backend}
-        return {"horizon": self.horizon_of(length), **core}
+        core = {"horizon": self.horizon_of(length), "relu": self.relu, "signed": self.signed, "eps": self.eps}
+        return {**core, "backend": backend, "decay": self.rates(x, key_mask), "key_mask": key_mask}
 
 
 @register("cosformer")

@@ -35,10 +35,11 @@ def extend(keys: Keys | None, k: Tensor, v: Tensor, key_mask: Tensor | None) -> 
     if keys is None:
         return Keys(k, v, key_mask, at, k.shape[2])
     if keys.key_mask is not None or key_mask is not None:
-        key_mask = torch.cat([_all_kept(keys.k, keys.key_mask), _all_kept(k, key_mask)], 1)
+        key_mask = torch.cat([all_kept(keys.k, keys.key_mask), all_kept(k, key_mask)], 1)
     k, v = torch.cat([keys.k, k], 2), torch.cat([keys.v, v], 2)
     return Keys(k, v, key_mask, torch.cat([keys.at, at]), start + len(at))
 
 
-def _all_kept(k: Tensor, key_mask: Tensor | None) -> Tensor:
+def all_kept(k: Tensor, key_mask: Tensor | None) -> Tensor:
+    """The mask (B, S) of keys (B, H, S, D), made if there is none."""
     return k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import Mixer, Sizes, register
+from .keys import all_kept
 
 
 @register("linformer")
@@ -69,7 +70,7 @@ class Nystrom(Mixer):
     def mix(self, q, k, v, *, x, causal, key_mask):
         dtype = torch.promote_types(q.dtype, torch.float32)  # the iterated inverse needs the digits
         a, b, u = (t.to(dtype) for t in (q, k, v))
-        kept = q.new_ones(q.shape[0], q.shape[2], dtype=torch.bool) if key_mask is None else key_mask
+        kept = all_kept(k, key_mask)
         a = a.masked_fill(~kept[:, None, :, None], 0)  # queries make landmarks too
         mean, used = self._segments(kept)
         mean = mean.to(dtype)

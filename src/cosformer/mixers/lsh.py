@@ -21,6 +21,7 @@ from torch import Tensor
 from . import Mixer, Sizes, register
 from .blocks import attend, merge
 from .contract import generator
+from .keys import all_kept
 
 SELF = -1e5  # the bias of a token's own score: nothing beside any other key, everything without one
 
@@ -68,7 +69,7 @@ class Reformer(Mixer):
     def mix(self, q, k, v, *, x, causal, key_mask):
         N = q.shape[2]
         C = min(self.chunk, N)
-        kept = torch.ones(len(q), N, dtype=torch.bool, device=q.device) if key_mask is None else key_mask
+        kept = all_kept(q, key_mask)
         q = q.masked_fill(~kept[:, None, :, None], 0)  # here queries are keys too
         q, v, kept = F.pad(q, (0, 0, 0, -N % C)), F.pad(v, (0, 0, 0, -N % C)), F.pad(kept, (0, -N % C))
         bucket = self.hash(q).masked_fill(~kept[:, None, None], self.buckets)  # what is masked sorts last

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from ..ops.linear import State, linear_attention, linear_stream
 from . import Mixer, Sizes, register
 from .contract import generator
+from .keys import all_kept
 
 TINY = 1e-20  # the smallest normaliser of positive features: their sums may be small without being nothing
 
@@ -208,6 +209,6 @@ def _aligned(
     """As many keys as queries, as rates per position need: those unseen are cut, missing ones masked."""
     k, v, key_mask = k[:, :, :length], v[:, :, :length], None if key_mask is None else key_mask[:, :length]
     if missing := length - k.shape[2]:
-        kept = k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask
-        k, v, key_mask = *(F.pad(t, (0, 0, 0, missing)) for t in (k, v)), F.pad(kept, (0, missing))
+        key_mask = F.pad(all_kept(k, key_mask), (0, missing))
+        k, v = (F.pad(t, (0, 0, 0, missing)) for t in (k, v))
     return k, v, key_mask

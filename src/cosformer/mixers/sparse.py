@@ -44,12 +44,11 @@ class Local(Mixer):
         C = max(1, min(self.window, L))  # a block's window then lies in the block and its neighbours
         rows, inside = split(q, C), kept(k, key_mask, C)
         i = torch.arange(rows.shape[2] * C, device=q.device).view(-1, C, 1)
-        index = _neighbours(rows.shape[2], causal, q.device)
-        j, there = places(index, inside)
-        near = (i - j[:, :, :, None]).abs() <= self.window
-        allowed = near & (j >= self.globals)[:, :, :, None] & there[:, :, :, None]
-        keys, values = (take(split(x, C), index) for x in (k, v))
-        parts = [attend(rows, keys, values, _past(allowed, i, j, causal))]
+
+        def wanted(lag, j):
+            return (lag.abs() <= self.window) & (j >= self.globals)
+
+        parts = [_near(rows, split(k, C), split(v, C), inside, i, causal, wanted)]
         if g := min(self.globals, L):
             j = torch.arange(g, device=q.device).view(1, 1, 1, g)
             allowed = _past(_keys(key_mask, g, q), i, j, causal)
@@ -109,12 +108,11 @@ class Sparse(Mixer):
 
     def _strided(self, rows, keys, values, inside, i, causal):
         n, C = rows.shape[2:4]
-        index = _neighbours(n, causal, i.device)
-        j, there = places(index, inside)
-        lag = i - j[:, :, :, None]
-        # Multiples of the stride are the other part's.
-        allowed = (lag.abs() <= C) & (lag % C != 0) & there[:, :, :, None]
-        window = attend(rows, take(keys, index), take(values, index), _past(allowed, i, j, causal))
+
+        def wanted(lag, j):
+            return (lag.abs() <= C) & (lag % C != 0)  # multiples of the stride are the other part's
+
+        window = _near(rows, keys, values, inside, i, causal, wanted)
         # Down the columns: position b C + c meets b' C + c. One attention per column c, of n rows.
         down = inside.transpose(1, 2)[:, None, :, None, :]  # (B, 1, C, 1, n)
         if causal:
@@ -220,10 +218,13 @@ class BigBird(Mixer):
         return join(out, L).to(q.dtype)
 
 
-def _neighbours(n: int, causal: bool, device: torch.device) -> Tensor:
-    """Each block with the one before and, unless causal, after it: (1, 1, n, 2 or 3)."""
-    around = torch.arange(-1, 1 if causal else 2, device=device)
-    return (torch.arange(n, device=device)[:, None] + around)[None, None]
+def _near(rows, keys, values, inside, i, causal: bool, wanted) -> tuple[Tensor, Tensor]:
+    """Softmax over each block and the one before and, unless causal, after it: those `wanted(lag, j)`."""
+    around = torch.arange(-1, 1 if causal else 2, device=i.device)
+    index = (torch.arange(len(i), device=i.device)[:, None] + around)[None, None]  # (1, 1, n, 2 or 3)
+    j, there = places(index, inside)
+    allowed = wanted(i - j[:, :, :, None], j[:, :, :, None]) & there[:, :, :, None]
+    return attend(rows, take(keys, index), take(values, index), _past(allowed, i, j, causal))
 
 
 def _past(allowed: Tensor, i: Tensor, j: Tensor, causal: bool) -> Tensor:
