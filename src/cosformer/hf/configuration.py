@@ -1,28 +1,6 @@
 """The configurations of the Cosformer model types: an architecture's own fields, and a few of ours.
 
-mixer           what mixes tokens: a name of cosformer.mixers for all layers, or one for each, as
-                "cosformer*3, softmax+rope" or "cosformer-hybrid". `layer_mixers` has the name of each layer,
-                `layer_types` transformers' word for it
-layer_types     given beside a mixer of one name: softmax where it says full_attention, a window where it
-                says sliding_attention
-full_attention_interval   shorthand for that: every so manieth layer, and the last, is softmax
-mixer_options   options of the mixers, each given to those that have it
-horizon         the distance at which a key stops mattering, for the mixers that have one. No two tokens may
-                lie further apart, so a longer text is an error; math.inf is no cosine, and the length is then
-                unlimited, unless positions are learned: those end at max_position_embeddings. None is the
-                mixer's own: no cosine in `cosformer`, max_position_embeddings in `cosformer-paper`
-positions       "learned" (an embedding added to the input), "none", or None for what the mixers want
-short_conv      the width of a convolution of q, k and v in all layers; 0 for none, None for the widest that
-                any of the mixers wants
-qk_norm         RMS norms of q and k in all layers; None: if any of the mixers wants them
-output_gate     a layer's output times a sigmoid of its input
-encoder_mixer   encoder-decoder only: as `mixer`, for the encoder; None means the same
-cross_mixer     encoder-decoder only: what reads the source; None means "relu" (no cosine) beside cosformer,
-                else the decoder's mixer itself
-dropout         decoder and encoder: on the embeddings and on what each block adds
-loss            decoder and encoder: what training minimises, "softmax" or "one-vs-each" over `loss_samples`
-                classes drawn for each batch (loss.py); evaluation is always the softmax
-pooling         encoder only: how a text becomes one vector (pooling.py)
+The comments beside our fields are short; docs/hugging-face.md has a table of what each accepts.
 """
 
 import sys
@@ -49,16 +27,16 @@ class CosformerFields:
     causal_layers: ClassVar[bool]  # whether the layers of `mixer` see only what is before them
 
     cosformer_format: int = FORMAT
-    mixer: str = "cosformer"
-    mixer_options: dict | None = None
-    layer_types: Any = None  # list[str] as soon as it is made, and so is ...
-    layer_mixers: Any = None
-    full_attention_interval: int | None = None
-    horizon: int | float | None = None
-    positions: str | None = None
-    short_conv: int | None = None
-    qk_norm: bool | None = None
-    output_gate: bool = False
+    mixer: str = "cosformer"  # one for all layers, or one for each: "cosformer*3, softmax+rope"
+    mixer_options: dict | None = None  # each is given to those mixers that have it
+    layer_types: Any = None  # transformers' word for each layer; where given, it chooses among mixers
+    layer_mixers: Any = None  # the mixer of each layer; as layer_types a list[str] as soon as it is made
+    full_attention_interval: int | None = None  # every so manieth layer, and the last, is softmax
+    horizon: int | float | None = None  # no two tokens may lie further apart; None is the mixer's own
+    positions: str | None = None  # one of POSITIONS; None is what the mixers want
+    short_conv: int | None = None  # in all layers; 0 is none, None the widest that any mixer wants
+    qk_norm: bool | None = None  # in all layers; None: if any mixer wants them
+    output_gate: bool = False  # a layer's output times a sigmoid of its input
 
     if TYPE_CHECKING:  # fields of every architecture
         hidden_size: int
@@ -164,9 +142,9 @@ class CosformerFields:
 class StackFields(CosformerFields):
     """What decoder and encoder, stacks of the same blocks, have besides."""
 
-    dropout: float = 0.0
-    loss: str = "softmax"
-    loss_samples: int = 256
+    dropout: float = 0.0  # on the embeddings and on what each block adds
+    loss: str = "softmax"  # what training minimises, one of LOSSES; evaluation is always the softmax
+    loss_samples: int = 256  # the classes that one-vs-each draws for a batch
 
     if TYPE_CHECKING:
         num_hidden_layers: int
@@ -198,7 +176,7 @@ class CosformerEncoderConfig(StackFields, LlamaConfig):
 
     use_cache: bool = False
     tie_word_embeddings: bool = True
-    pooling: str = "max"
+    pooling: str = "max"  # how a text becomes one vector, one of POOLINGS
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
@@ -213,9 +191,9 @@ class CosformerSeq2SeqConfig(CosformerFields, BartConfig):
     causal_layers = True
 
     positions: str | None = "learned"
-    encoder_mixer: str | None = None
+    encoder_mixer: str | None = None  # None is the decoder's
     encoder_layer_mixers: Any = None
-    cross_mixer: str | None = None
+    cross_mixer: str | None = None  # what reads the source; None is chosen by `cross_mixer_of`
 
     def __post_init__(self, **kwargs):
         if self.encoder_mixer is None:
@@ -231,7 +209,7 @@ class CosformerSeq2SeqConfig(CosformerFields, BartConfig):
             )
 
     def cross_mixer_of(self, name: str) -> str:
-        """What reads the source beside a decoder layer with the mixer `name`."""
+        """What reads the source beside a decoder layer with the mixer `name`: the same, but no cosine."""
         if self.cross_mixer is not None:
             return self.cross_mixer
         return "relu" if name.startswith("cosformer") else name.partition("+")[0]

@@ -18,8 +18,7 @@ from torch.distributed.nn.functional import all_reduce
 from ..ops.shard import gathered
 
 POOLINGS = ("first", "mean", "max", "mean-max", "attention", "normed-mean")
-# while a model learns, the mean of all texts moves by more than texts differ: the running one must follow
-# fast
+# While a model learns, the mean of all texts moves by more than texts differ: the running one must follow.
 MOMENTUM = 0.2
 
 
@@ -69,32 +68,36 @@ class Pooling(nn.Module):
         self, hidden: Tensor, mask: Tensor | None = None, group: distributed.ProcessGroup | None = None
     ) -> Tensor:
         """mask (B, L), True = keep; of `group` each process holds a part of the tokens."""
-        keep = (
-            torch.ones_like(hidden[..., :1], dtype=torch.bool) if mask is None else mask.bool().unsqueeze(-1)
-        )
         if group is not None and self.kind in ("first", "attention"):
             raise ValueError(f"pooling={self.kind!r} needs all tokens in one process; use mean or max")
+        mask = torch.ones(hidden.shape[:2], device=hidden.device) if mask is None else mask
+        keep = mask.bool().unsqueeze(-1)
         if self.kind == "first":
-            return hidden.gather(
-                1, keep.int().argmax(1, keepdim=True).expand(-1, 1, hidden.shape[2])
-            ).squeeze(1)
+            first = keep.int().argmax(1, keepdim=True).expand(-1, 1, hidden.shape[2])
+            return hidden.gather(1, first).squeeze(1)
         if self.score is not None:
             weight = self.score(hidden).masked_fill(~keep, -math.inf).softmax(1)
             return (weight * hidden.masked_fill(~keep, 0)).sum(1)
+        if self.kind == "max":
+            return largest(hidden, keep, group)
         total, count = hidden.masked_fill(~keep, 0).sum(1), keep.sum(1)
         if group is not None:
             total, count = gathered(total, group).sum(0), gathered(count, group).sum(0)
         mean = total / count.clamp_min(1)
-        if self.kind in ("max", "mean-max"):
-            least = torch.finfo(hidden.dtype).min
-            values = hidden.masked_fill(~keep, least)
-            if group is None:
-                most = values.amax(1)
-            else:  # a process may have no token
-                most = gathered(nn.functional.pad(values, (0, 0, 0, 1), value=least).amax(1), group).amax(0)
-            return most if self.kind == "max" else torch.cat([mean, most], -1)
+        if self.kind == "mean-max":
+            return torch.cat([mean, largest(hidden, keep, group)], -1)
         copies = 1 if group is None else distributed.get_world_size(group)
         return mean if self.norm is None else self.norm(mean, copies)
 
     def extra_repr(self) -> str:
         return self.kind
+
+
+def largest(hidden: Tensor, keep: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
+    """The largest value of each channel over the tokens kept, in all processes."""
+    least = torch.finfo(hidden.dtype).min
+    values = hidden.masked_fill(~keep, least)
+    if group is None:
+        return values.amax(1)
+    values = nn.functional.pad(values, (0, 0, 0, 1), value=least)  # a process may have no token
+    return gathered(values.amax(1), group).amax(0)
