@@ -80,7 +80,7 @@ def test_constants_are_not_cast(spec, cast):
 @pytest.mark.parametrize("spec", EVERY, ids=str)
 def test_constants_survive_empty_memory(spec):
     """Deferred initialisation: made on meta, given memory, then filled in by a checkpoint or reset."""
-    made = decay(spec, device="meta")
+    made = decay(spec).to("meta")
     assert made.constant.is_meta
     made = made.to_empty(device="cpu")
     assert torch.equal(made.constant, decay(spec).constant)
@@ -90,7 +90,7 @@ def test_constants_survive_empty_memory(spec):
 
 
 def test_learned_rates_are_reset_too():
-    made = decay("ladder", learn=True, device="meta").to_empty(device="cpu")
+    made = decay("ladder", learn=True).to("meta").to_empty(device="cpu")
     made.reset_parameters()
     assert_close(made.rates(), torch.tensor(ladder(HEADS, SPAN)))
 

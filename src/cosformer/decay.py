@@ -54,17 +54,7 @@ class Decay(nn.Module):
 
     constant: Tensor | None  # (H,) in float32, whatever the module is cast to
 
-    def __init__(
-        self,
-        spec: DecaySpec,
-        *,
-        heads: int,
-        span: float,
-        width: int,
-        learn: bool = False,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
-    ) -> None:
+    def __init__(self, spec: DecaySpec, *, heads: int, span: float, width: int, learn: bool = False) -> None:
         super().__init__()
         self.spec, self.gated = spec, isinstance(spec, str) and spec == "gated"
         self._numbers = _numbers(spec, heads, span)
@@ -74,10 +64,10 @@ class Decay(nn.Module):
             )
         if learn and min(self._numbers or [0.0]) == 0:
             raise ValueError(f"decay must be above 0 if it is learned, since its logarithm is; got {spec}")
-        values = None if self._numbers is None else self.start(device)
+        values = None if self._numbers is None else self.start()
         self.register_buffer("constant", None if learn else values, persistent=False)
         self.log_rates = nn.Parameter(values.log()) if learn and values is not None else None
-        self.gate = Gate(width, heads, device=device, dtype=dtype) if self.gated else None
+        self.gate = Gate(width, heads) if self.gated else None
 
     @torch.no_grad()
     def reset_parameters(self, copy: Callable[[Tensor, Tensor], Any] = Tensor.copy_) -> None:

@@ -72,10 +72,10 @@ class LayerState:
 class ShortConvolution(nn.Module):
     """Depthwise convolution of (B, L, C) over `width` tokens: up to each one, or around it if `centred`."""
 
-    def __init__(self, channels: int, *, width: int, centred: bool, device=None, dtype=None):
+    def __init__(self, channels: int, *, width: int, centred: bool):
         super().__init__()
         self.width, self.ahead = width, ((width - 1) // 2 if centred else 0)
-        self.weight = nn.Parameter(torch.empty(channels, width, device=device, dtype=dtype))
+        self.weight = nn.Parameter(torch.empty(channels, width))
         self.reset_parameters()
 
     @torch.no_grad()
@@ -97,6 +97,8 @@ class Interior(nn.Module):
     centred                the convolution looks around each token, for layers that are never causal
     """
 
+    norm_eps = 1e-6
+
     def __init__(
         self,
         mixer: Mixer,
@@ -106,27 +108,23 @@ class Interior(nn.Module):
         qk_norm: bool | None = None,
         output_gate: bool = False,
         centred: bool = False,
-        norm_eps: float = 1e-6,
-        device: torch.device | str | None = None,
-        dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
         width = mixer.short_conv if short_conv is None else short_conv
         if not isinstance(width, int) or isinstance(width, bool) or width < 0 or width == 1:
             raise ValueError(f"short_conv must be a width of 2 or more tokens, or 0 for none; got {width!r}")
-        size, heads = mixer.head_dim, mixer.heads
-        channels = {"q": heads * size, "k": (kv_heads or heads) * size, "v": (kv_heads or heads) * size}
-        self.mixer = mixer.to(device=device, dtype=dtype)
+        size, of_queries = mixer.head_dim, mixer.heads * mixer.head_dim
+        of_keys = size * (kv_heads or mixer.heads)
+        self.mixer = mixer
         self.conv = None
         if width:
-            options = {"width": width, "centred": centred, **made}
-            self.conv = nn.ModuleDict({name: ShortConvolution(c, **options) for name, c in channels.items()})
+            channels = {"q": of_queries, "k": of_keys, "v": of_keys}
+            convs = {name: ShortConvolution(c, width=width, centred=centred) for name, c in channels.items()}
+            self.conv = nn.ModuleDict(convs)
         normed = mixer.qk_norm if qk_norm is None else qk_norm
-        self.norm_eps = norm_eps
-        self.q_norm = nn.RMSNorm(size, eps=norm_eps, **made) if normed else None
-        self.k_norm = nn.RMSNorm(size, eps=norm_eps, **made) if normed else None
-        self.gate = Gate(mixer.width, heads * size, **made) if output_gate else None
+        self.q_norm = nn.RMSNorm(size, eps=self.norm_eps) if normed else None
+        self.k_norm = nn.RMSNorm(size, eps=self.norm_eps) if normed else None
+        self.gate = Gate(mixer.width, of_queries) if output_gate else None
 
     def forward(self, tokens: Tokens, *, causal: bool, cu_seqlens: Tensor | None = None) -> Tensor:
         """Whole sequences; cu_seqlens are the boundaries of packed ones, the batch's rows laid end to end."""

@@ -94,7 +94,7 @@ class MixerAttention(nn.Module):
         sizes = {"heads": num_heads, "head_dim": self.head_dim, "max_length": max_length, "width": embed_dim}
         around: dict = {"short_conv": short_conv, "qk_norm": qk_norm, "output_gate": output_gate}
         inner = build(mixer, **sizes, **(options or {}))
-        self.interior = Interior(inner, kv_heads=num_kv_heads, **around, **made)
+        self.interior = Interior(inner, kv_heads=num_kv_heads, **around).to(**made)
         self.register_load_state_dict_pre_hook(_accept_multihead_attention)
 
     def forward(

@@ -239,7 +239,7 @@ def self_options(config, *, heads: int, device: torch.device) -> dict:
 @lru_cache  # made once, not at every call
 @torch.inference_mode(False)
 def _rates(spec: DecaySpec, heads: int, span: float, device: torch.device) -> Tensor | None:
-    return Decay(spec, heads=heads, span=span, width=1, device=device).rates()
+    return Decay(spec, heads=heads, span=span, width=1).to(device).rates()
 
 
 def check_reach(tokens: int, horizon, *, causal: bool) -> None:
