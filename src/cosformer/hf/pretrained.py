@@ -11,7 +11,7 @@ from transformers import initialization as init
 from ..decay import Decay, Gate
 from ..layer import Interior, ShortConvolution, Tokens
 from ..ops.shard import Shard
-from .cache import CosformerCache, StreamLayer
+from .cache import CosformerCache
 from .interface import padding, reaches
 
 Base: Any = object  # beside an architecture's PreTrainedModel, whose methods are extended here
@@ -41,20 +41,21 @@ def interior(
 
 
 def attend(
-    interior: Interior,
-    tokens: Tokens,
+    layer: Any,
+    x: Tensor,
     *,
-    causal: bool,
+    key_mask: Tensor | None,
+    cache: CosformerCache | None,
     cu_seqlens: Tensor | None = None,
-    cache: StreamLayer | None = None,
     shard: Shard | None = None,
 ) -> Tensor:
-    """A layer's tokens through its interior: (B, L, .). With a cache they are the next of its stream.
+    """An attention layer's input x (B, L, C) through its q_proj, k_proj, v_proj and interior: (B, L, .).
 
-    Their key_mask (B, L or more) ends at the last of them.
+    With a cache these are the next tokens of its stream. key_mask (B, L or more) ends at the last token.
     """
-    mixer, new, mask = interior.mixer, tokens.x.shape[1], tokens.key_mask
-    length = new + (0 if cache is None else cache.get_seq_length())
+    interior, causal, mixer = layer.interior, layer.is_causal, layer.interior.mixer
+    stream: Any = None if cache is None else cache.layers[layer.layer_idx]
+    length = x.shape[1] + (0 if stream is None else stream.get_seq_length())
     if shard is not None:
         length = shard.total if shard.places is None else 0  # of packed ones the operator knows
     if cu_seqlens is None and not reaches(length, mixer.reach, causal=causal):
@@ -62,21 +63,23 @@ def attend(
             f"{length} tokens reach past the horizon of {mixer.reach:g}; use shorter texts, or a model whose "
             "config.horizon is larger, or math.inf (no cosine)"
         )
-    if shard is not None:  # whether there is a mask must not depend on the part of it that is here
-        tokens = tokens._replace(key_mask=None if mask is None else mask.bool())
-        out, kept = interior.sharded(tokens, shard, causal=causal)
-        if cache is not None:
-            cache.kept, cache.is_initialized = kept, True
+    if key_mask is not None and shard is None:
+        key_mask = padding(key_mask[:, -x.shape[1] :])
+    elif key_mask is not None:  # whether there is a mask must not depend on the part of it that is here
+        key_mask = key_mask.bool()
+    tokens = Tokens(x, layer.q_proj(x), layer.k_proj(x), layer.v_proj(x), key_mask)
+    if shard is not None:
+        out, after = interior.sharded(tokens, shard, causal=causal)
+        if stream is not None:
+            stream.kept, stream.is_initialized = after, True
         return out
-    if mask is not None:
-        tokens = tokens._replace(key_mask=padding(mask[:, -new:]))
-    if cache is None:
+    if stream is None:
         return interior(tokens, causal=causal, cu_seqlens=cu_seqlens)
     if mixer.streaming is not True:
         raise ValueError(
             f"mixer {mixer.name!r} keeps no cache ({mixer.streaming}); call it with use_cache=False"
         )
-    return cache.stream(interior, tokens)
+    return stream.stream(interior, tokens)
 
 
 class CosformerPreTrained(Base):

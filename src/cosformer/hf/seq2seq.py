@@ -10,7 +10,6 @@ from transformers.models.bart.modeling_bart import (
     BartModel,
 )
 
-from ..layer import Tokens
 from .cache import SourceLayer, encoder_decoder_cache
 from .configuration import CosformerSeq2SeqConfig
 from .interface import padding
@@ -29,10 +28,7 @@ class CosformerSeq2SeqAttention(BartAttention):
         self.interior = interior(config, names, layer_idx, causal=causal, **sizes)
 
     def forward(self, hidden_states, past_key_values=None, key_mask=None, **kwargs) -> tuple[Tensor, None]:
-        x = hidden_states
-        tokens = Tokens(x, self.q_proj(x), self.k_proj(x), self.v_proj(x), key_mask)
-        cache = None if past_key_values is None else own_tokens(past_key_values).layers[self.layer_idx]
-        out = attend(self.interior, tokens, causal=self.is_causal, cache=cache)
+        out = attend(self, hidden_states, key_mask=key_mask, cache=own_tokens(past_key_values))
         return self.out_proj(out), None
 
 

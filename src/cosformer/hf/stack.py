@@ -17,7 +17,6 @@ from transformers.models.llama.modeling_llama import (
     LlamaRMSNorm,
 )
 
-from ..layer import Tokens
 from ..ops.norm import rms_norm
 from ..ops.shard import LIMIT
 from .parallel import shard_of
@@ -39,12 +38,8 @@ class CosformerSelfAttention(LlamaAttention):
     def forward(
         self, hidden_states, key_mask=None, past_key_values=None, cu_seqlens=None, shard=None, **kwargs
     ) -> tuple[Tensor, None]:
-        x = hidden_states
-        tokens = Tokens(x, self.q_proj(x), self.k_proj(x), self.v_proj(x), key_mask)
-        cache = None if past_key_values is None else past_key_values.layers[self.layer_idx]
-        given = {"causal": self.is_causal, "cu_seqlens": cu_seqlens, "cache": cache, "shard": shard}
-        out = attend(self.interior, tokens, **given)
-        return self.dropout(self.o_proj(out)), None
+        given = {"key_mask": key_mask, "cache": past_key_values, "cu_seqlens": cu_seqlens, "shard": shard}
+        return self.dropout(self.o_proj(attend(self, hidden_states, **given))), None
 
 
 class CosformerMLP(LlamaMLP):
