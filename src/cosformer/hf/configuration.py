@@ -151,8 +151,7 @@ class StackFields(CosformerFields):
         num_attention_heads: int
 
     def __post_init__(self, **kwargs):
-        layers, heads = self.num_hidden_layers, self.num_attention_heads
-        self.settle(layers=layers, heads=heads)
+        self.settle(layers=self.num_hidden_layers, heads=self.num_attention_heads)
         if self.loss not in LOSSES or not isinstance(self.loss_samples, int) or self.loss_samples < 1:
             given, known = f"{self.loss!r} over {self.loss_samples} samples", ", ".join(map(repr, LOSSES))
             raise ValueError(f"loss is {given}; one of {known}, over 1 sample or more")
@@ -200,8 +199,7 @@ class CosformerSeq2SeqConfig(CosformerFields, BartConfig):
             self.encoder_mixer = self.mixer  # as it was given: below it is unfolded to the decoder's layers
         self.encoder_layer_mixers = mixers.layers(self.encoder_mixer, self.encoder_layers)
         beside = [*self.encoder_layer_mixers, *filter(None, [self.cross_mixer])]
-        heads = self.decoder_attention_heads
-        self.settle(layers=self.decoder_layers, heads=heads, beside=beside)
+        self.settle(layers=self.decoder_layers, heads=self.decoder_attention_heads, beside=beside)
         super().__post_init__(**kwargs)
         if self.positions != "learned":
             raise ValueError(

@@ -99,7 +99,7 @@ def attention(
             f"the dropout of {dropout:g} in {type(module).__name__} is not applied; set it to 0 in the config"
         )
     causal = is_causal_attention(module, is_causal)
-    given: dict[str, Any] = {"causal": causal, "key_mask": key_mask(attention_mask, key)}
+    given: dict[str, Any] = {"causal": causal, "key_mask": checked(attention_mask, key)}
     name = module.config._attn_implementation.partition(":")[2]
     if name:
         out = by_mixer(module, name, query, key, value, **given)
@@ -178,7 +178,8 @@ def padding(attention_mask: Tensor) -> Tensor | None:
     return None if looks and bool(keep.all()) else keep
 
 
-def key_mask(attention_mask: Tensor | None, key: Tensor) -> Tensor | None:
+def checked(attention_mask: Tensor | None, key: Tensor) -> Tensor | None:
+    """What `mask` made, as the operator wants it; refused if it is no padding mask."""
     if attention_mask is None:
         return None
     if attention_mask.ndim != 2:

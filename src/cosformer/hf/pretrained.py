@@ -1,4 +1,4 @@
-"""What every Cosformer model adds to its architecture's base class: interiors, a cache, refusals."""
+"""What the Cosformer models add to their architectures: how a layer attends, how parts start, refusals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .interface import padding, reaches
 Base: Any = object  # beside an architecture's PreTrainedModel, whose methods are extended here
 
 
-def interior(
+def new_interior(
     config, names: list[str], layer: int, *, heads: int, kv_heads: int, size: int, causal: bool
 ) -> Interior:
     """The interior of a layer of a stack with the mixers `names`, as the config says.

@@ -13,7 +13,7 @@ from transformers.models.bart.modeling_bart import (
 from .cache import SourceLayer, encoder_decoder_cache
 from .configuration import CosformerSeq2SeqConfig
 from .interface import padding
-from .pretrained import CosformerPreTrained, attend, check_call, check_learned_positions, interior
+from .pretrained import CosformerPreTrained, attend, check_call, check_learned_positions, new_interior
 
 
 class CosformerSeq2SeqAttention(BartAttention):
@@ -25,7 +25,7 @@ class CosformerSeq2SeqAttention(BartAttention):
         kind = {"is_decoder": causal, "is_causal": causal, "config": config, "layer_idx": layer_idx}
         super().__init__(config.d_model, heads, **kind)
         sizes = {"heads": heads, "kv_heads": heads, "size": self.head_dim}
-        self.interior = interior(config, names, layer_idx, causal=causal, **sizes)
+        self.interior = new_interior(config, names, layer_idx, causal=causal, **sizes)
 
     def forward(self, hidden_states, past_key_values=None, key_mask=None, **kwargs) -> tuple[Tensor, None]:
         out = attend(self, hidden_states, key_mask=key_mask, cache=own_tokens(past_key_values))

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import (
 from ..ops.norm import rms_norm
 from ..ops.shard import LIMIT
 from .parallel import shard_of
-from .pretrained import CosformerPreTrained, attend, check_call, check_learned_positions, interior
+from .pretrained import CosformerPreTrained, attend, check_call, check_learned_positions, new_interior
 from .step import next_token
 
 
@@ -32,7 +32,9 @@ class CosformerSelfAttention(LlamaAttention):
         self.is_causal = config.causal_layers
         heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
         sizes = {"heads": heads, "kv_heads": kv_heads, "size": self.head_dim}
-        self.interior = interior(config, config.layer_mixers, layer_idx, causal=config.causal_layers, **sizes)
+        self.interior = new_interior(
+            config, config.layer_mixers, layer_idx, causal=config.causal_layers, **sizes
+        )
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(
