@@ -124,7 +124,11 @@ class MixerAttention(nn.Module):
         trusted = is_causal and torch.compiler.is_compiling()  # a graph cannot look at the mask
         if not trusted:
             is_causal = _is_causal(attn_mask, query.shape[1], key.shape[1], hint=is_causal)
-        self._refuse(causal=is_causal, cross=cross)
+        self.interior.mixer.refuse(causal=is_causal, cross=cross)
+        if cross and self.interior.conv is not None:
+            raise ValueError(
+                "short_conv is for self-attention, with the same tensor as query and key; pass short_conv=0"
+            )
         if key_padding_mask is not None and key_padding_mask.shape != key.shape[:2]:
             raise ValueError(
                 f"key_padding_mask must have shape (batch, keys) = {tuple(key.shape[:2])}; "
@@ -163,13 +167,6 @@ class MixerAttention(nn.Module):
                     f"{name} must be (length, {size}) or batched, with a last dimension of {size}; "
                     f"got {tuple(x.shape)}"
                 )
-
-    def _refuse(self, *, causal: bool, cross: bool) -> None:
-        self.interior.mixer.refuse(causal=causal, cross=cross)
-        if cross and self.interior.conv is not None:
-            raise ValueError(
-                "short_conv is for self-attention, with the same tensor as query and key; pass short_conv=0"
-            )
 
 
 class CosformerAttention(MixerAttention):
