@@ -293,10 +293,14 @@ def test_past_the_positions_is_an_error():
     both(**inputs("bert"))
 
 
-def test_says_once_that_dropout_is_not_applied(monkeypatch):
+@pytest.mark.parametrize("mixer", [None, "elu"])
+def test_says_once_that_dropout_is_not_applied(mixer, monkeypatch):
     said = []
     monkeypatch.setattr(cosformer.hf.interface.logger, "warning_once", said.append)
     config = copy.deepcopy(CONFIGS["bert"])
     config.attention_probs_dropout_prob = 0.25
-    tf.AutoModel.from_config(config, attn_implementation="cosformer").train()(**inputs("bert"))
+    model = tf.AutoModel.from_config(config, attn_implementation="cosformer").train()
+    if mixer is not None:
+        cosformer.hf.attach(model, mixer)
+    model(**inputs("bert"))
     assert "dropout of 0.25 in BertSelfAttention is not applied" in said[0]

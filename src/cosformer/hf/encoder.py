@@ -1,7 +1,7 @@
 """The encoder: a stack that sees the whole text, and its heads.
 
-`CosformerForPairClassification` is Long-Range Arena's model of two texts, read one by one: [a, b, a * b, a -
-b] through an MLP.
+`CosformerForPairClassification` is Long-Range Arena's model of two texts, read one by one:
+[a, b, a * b, a - b] through an MLP.
 
 A head averages its loss over a batch itself, so the Trainer must not hand it num_items_in_batch
 (`accepts_loss_kwargs`). That is right for classes, one a row; masked tokens are not as many in every batch,
@@ -70,11 +70,15 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
             given = {"samples": self.config.loss_samples, "total": items}
             return {"loss": one_vs_each(hidden, layer.weight, layer.bias, labels, **given)}
         logits = layer(hidden)
-        if self.num_labels == 1 and not self.labels_tokens:
-            return {"loss": mse_loss(logits.squeeze(-1).float(), labels.float()), "logits": logits}
-        whole = "mean" if items is None else "sum"
-        loss = cross_entropy(logits.flatten(0, -2).float(), labels.flatten(), reduction=whole)
-        return {"loss": loss if items is None else loss / items, "logits": logits}
+        if self.labels_tokens:
+            whole = "mean" if items is None else "sum"
+            loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction=whole)
+            loss = loss if items is None else loss / items
+        elif self.num_labels == 1:
+            loss = mse_loss(logits.squeeze(-1).float(), labels.float())
+        else:
+            loss = cross_entropy(logits.float(), labels)
+        return {"loss": loss, "logits": logits}
 
 
 class TextHead(EncoderHead):
