@@ -131,9 +131,9 @@ class Interior(nn.Module):
         rows = len(tokens.x)
         if cu_seqlens is not None:
             tokens = tokens.each(lambda t: t.flatten(0, 1).unsqueeze(0))
-        q, k, v = self.heads(tokens, cu_seqlens=cu_seqlens)
-        asked: dict[str, Any] = {"causal": causal, "key_mask": tokens.key_mask, "cu_seqlens": cu_seqlens}
-        out = self.gated(self.mixer(q, k, v, x=tokens.x, **asked), tokens.x)
+        x, mask = tokens.x, tokens.key_mask
+        q, k, v = self.heads(self.readable(tokens), cu_seqlens=cu_seqlens)
+        out = self.gated(self.mixer(q, k, v, x=x, causal=causal, key_mask=mask, cu_seqlens=cu_seqlens), x)
         return out if cu_seqlens is None else out.unflatten(1, (rows, -1)).squeeze(0)
 
     def stream(self, tokens: Tokens, state: LayerState | None) -> tuple[Tensor, LayerState]:
@@ -142,10 +142,10 @@ class Interior(nn.Module):
             raise ValueError(
                 "this layer's convolution looks ahead, so it cannot stream; make it with centred=False"
             )
+        tokens = self.readable(tokens)
         before = (None, None, None) if state is None or not state.last else state.last
         last: tuple[Tensor, ...] = ()
         if self.conv is not None:
-            tokens = tokens.without_padding()
             count = cast(int, self.conv["q"].width) - 1
             last = tuple(_last(t, b, count) for t, b in zip((tokens.q, tokens.k, tokens.v), before))
         q, k, v = self.heads(tokens, before=before)
@@ -156,28 +156,31 @@ class Interior(nn.Module):
     def sharded(self, tokens: Tokens, shard: Shard, *, causal: bool) -> tuple[Tensor, LayerState]:
         """A part of a sequence that several processes hold: its output and, if causal, the state after all
         of it, the same in every process."""
+        tokens = self.readable(tokens)
         last: tuple[Tensor, ...] = ()
         if self.conv is not None and causal and not torch.is_grad_enabled():
-            _, *parts, _ = tokens.without_padding()
+            parts = [tokens.q, tokens.k, tokens.v]
             ends = shard.last(torch.cat(parts, -1), cast(int, self.conv["q"].width) - 1)
             last = ends.split([t.shape[-1] for t in parts], -1)
         q, k, v = self.heads(tokens, shard=shard)
-        asked: dict[str, Any] = {"causal": causal, "key_mask": tokens.key_mask}
-        out, inner = self.mixer.sharded(q, k, v, shard, x=tokens.x, **asked)
-        return self.gated(out, tokens.x), LayerState(inner, last)
+        x, mask = tokens.x, tokens.key_mask
+        out, inner = self.mixer.sharded(q, k, v, shard, x=x, causal=causal, key_mask=mask)
+        return self.gated(out, x), LayerState(inner, last)
 
     def weights(self, tokens: Tokens, *, causal: bool) -> Tensor:
         """The attention matrix (B, H, L, S), at quadratic cost."""
-        q, k, _ = self.heads(tokens)
+        q, k, _ = self.heads(self.readable(tokens))
         return weights(self.mixer, q, k, x=tokens.x, causal=causal, key_mask=tokens.key_mask)
+
+    def readable(self, tokens: Tokens) -> Tokens:
+        """The tokens as neighbours may see them: without padding, where there is a convolution."""
+        return tokens if self.conv is None else tokens.without_padding()
 
     def heads(
         self, tokens: Tokens, *, before=(None, None, None), cu_seqlens=None, shard: Shard | None = None
     ) -> tuple[Tensor, ...]:
         """q, k and v as the mixer sees them: convolved, split into heads (B, H, L, D), normed."""
-        if self.conv is not None:
-            tokens = tokens.without_padding()
-        _, q, k, v, _ = tokens
+        q, k, v = tokens.q, tokens.k, tokens.v
         if self.conv is not None and shard is not None:  # as one, so that their ends are one message
             weight = torch.cat([cast(Tensor, conv.weight) for conv in self.conv.values()])
             ahead, sizes = cast(int, self.conv["q"].ahead), [t.shape[-1] for t in (q, k, v)]
