@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
 from ..layer import Interior, LayerState, Tokens
-from ..mixers import Mixer
 from ..ops.state import State
 
 
@@ -34,6 +33,9 @@ class KeptLayer(CacheLayerMixin):
         return -1  # none is known here: the model refuses what its mixers cannot reach
 
     get_max_cache_shape = get_max_length  # the name before transformers 5.13
+
+    def keep(self, kept: Any) -> None:
+        self.kept, self.is_initialized = kept, True
 
     def reset(self) -> None:
         self.kept, self.is_initialized = None, False
@@ -118,8 +120,8 @@ class StreamLayer(KeptLayer):
         return self._read(interior, tokens)
 
     def _read(self, interior: Interior, tokens: Tokens) -> Tensor:
-        out, self.kept = interior.stream(tokens, self.kept)
-        self.is_initialized = True
+        out, after = interior.stream(tokens, self.kept)
+        self.keep(after)
         return out
 
     def get_seq_length(self) -> int:
@@ -172,15 +174,8 @@ class StreamLayer(KeptLayer):
         self.origin, self.since, self.replay, self.owned = None, [], False, None
 
 
-class SourceLayer(KeptLayer):
-    """What a decoder layer reads of the source: absorbed once, then read at every step."""
-
-    def absorb(self, mixer: Mixer, k: Tensor, v: Tensor, *, key_mask: Tensor | None) -> None:
-        self.kept, self.is_initialized = mixer.absorb(k, v, key_mask=key_mask), True
-
-
 class CosformerCache(DynamicCache):
-    """One `StreamLayer` a layer, or one `SourceLayer` for cross attention."""
+    """One `StreamLayer` a layer, or for cross attention, which absorbs the source once, one `KeptLayer`."""
 
     def __init__(self, layers: int, *, kind: type[KeptLayer] = StreamLayer):
         Cache.__init__(self, layers=[kind() for _ in range(layers)])
@@ -198,7 +193,7 @@ class CosformerCache(DynamicCache):
 
 def encoder_decoder_cache(layers: int) -> EncoderDecoderCache:
     """The decoder's cache: its own tokens, and what its cross attention read from the encoder."""
-    return EncoderDecoderCache(CosformerCache(layers), CosformerCache(layers, kind=SourceLayer))
+    return EncoderDecoderCache(CosformerCache(layers), CosformerCache(layers, kind=KeptLayer))
 
 
 def tensors(kept: Any) -> Iterator[Tensor]:

@@ -71,7 +71,7 @@ def attend(
     if shard is not None:
         out, after = interior.sharded(tokens, shard, causal=causal)
         if stream is not None:
-            stream.kept, stream.is_initialized = after, True
+            stream.keep(after)
         return out
     if stream is None:
         return interior(tokens, causal=causal, cu_seqlens=cu_seqlens)

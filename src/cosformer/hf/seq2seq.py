@@ -10,7 +10,7 @@ from transformers.models.bart.modeling_bart import (
     BartModel,
 )
 
-from .cache import SourceLayer, encoder_decoder_cache
+from .cache import encoder_decoder_cache
 from .configuration import CosformerSeq2SeqConfig
 from .interface import padding
 from .pretrained import CosformerPreTrained, attend, check_call, check_learned_positions, new_interior
@@ -45,18 +45,19 @@ class CosformerCrossAttention(BartAttention):
         self, hidden_states, key_value_states=None, past_key_values=None, source_mask=None, **kwargs
     ) -> tuple[Tensor, None]:
         q = self.split(self.q_proj(hidden_states))
-        source, offset = SourceLayer(), 0
-        if past_key_values is not None:
-            source = past_key_values.cross_attention_cache.layers[self.layer_idx]
-            seen = own_tokens(past_key_values).get_seq_length(self.layer_idx)  # these tokens are among them
-            offset = seen - q.shape[2]
-        if source.kept is None:
+        cache, offset, source, memory = past_key_values, 0, None, None
+        if cache is not None:
+            source = cache.cross_attention_cache.layers[self.layer_idx]
+            memory = source.kept
+            offset = own_tokens(cache).get_seq_length(self.layer_idx) - q.shape[2]  # these are among them
+        if memory is None:
             k, v = self.split(self.k_proj(key_value_states)), self.split(self.v_proj(key_value_states))
             mask = None if source_mask is None else padding(source_mask)
-            source.absorb(self.mixer, k, v, key_mask=mask)
-            if past_key_values is not None:
-                past_key_values.is_updated[self.layer_idx] = True
-        out = self.mixer.read(q, source.kept, offset=offset)
+            memory = self.mixer.absorb(k, v, key_mask=mask)
+            if source is not None:
+                source.keep(memory)
+                cache.is_updated[self.layer_idx] = True
+        out = self.mixer.read(q, memory, offset=offset)
         return self.out_proj(out.transpose(1, 2).flatten(2)), None
 
     def split(self, x: Tensor) -> Tensor:
