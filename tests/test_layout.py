@@ -77,13 +77,11 @@ ORDER = {
     "compare": ["plan", "quality", "budget looks", "comparison", "command"],
     "report": [
         "heatmap style",
-        "cells chart",
+        "cells chart table",
         "costs",
-        "summary",
-        "readme tables",
-        "figures",
+        "summary tables",
+        "figures text",
         "page",
-        "parallel",
     ],
 }
 ONLY_IN = {

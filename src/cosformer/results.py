@@ -179,6 +179,13 @@ class Cost(Row):
     def tokens_per_second(self) -> float:
         return 1e3 * (1 if self.work == "decoding" else self.length) / self.ms
 
+    @property
+    def share(self) -> float | None:
+        """Of the machine's limit; of our operators alone, since the arithmetic is theirs."""
+        if self.backend is None or self.work == "decoding" or not (self.gflops and self.limit_gflops):
+            return None
+        return self.gflops / self.limit_gflops
+
 
 @dataclass(frozen=True, kw_only=True)
 class Shared(Row):

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 
 from ..ops.operator import backend_problem
-from ..results import Cost, Row, Writer
-from . import measure
+from ..results import Cost, Row, Shared, Writer, of
+from . import measure, operators
 
 WORKS = ["forward", "training", "decoding"]
 
@@ -102,17 +102,19 @@ def _measure(args: argparse.Namespace) -> None:
     file = Writer(args.out) if args.out else None
     if file and here.key not in {row.key for row in file.rows}:
         file.add(here)
-    costs: list[Cost] = []
+    rows: list[Row] = [here]
     for row in bench.run(args, measure.say):
-        costs.append(row)
+        rows.append(row)
         if file:
             file.add(row)
     measure.say("")
-    print(bench.summary(costs))
-    print(measure.disturbance(costs))
-    if args.plot:
-        from .. import report
-        from ..report import parallel
+    from .. import report  # it takes a while to load
 
-        rows: list[Row] = [here, *costs]
-        (parallel if args.kind == "parallel" else report).plot(rows, args.plot)
+    found = of(rows, Cost)
+    apart = [replace(row, mixer=operators.name_of(row)) for row in found]  # every backend has a line
+    print(report.terminal_speeds([here, *of(rows, Shared), *apart]))
+    if args.kind in ("operators", "models"):
+        print("", *bench.notes(found), sep="\n")
+    print(measure.disturbance(rows[1:]))
+    if args.plot:
+        report.plot(rows, args.plot)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .. import __version__
-from ..results import CONTENDED, Cost, Machine
+from ..results import CONTENDED, Machine, Row
 
 LEAST = 3  # samples of every work
 Key = TypeVar("Key", bound=Hashable)
@@ -116,16 +116,28 @@ def timing(samples: list[Sample]) -> dict[str, Any]:
     return {"ms": middle, "ms_low": low, "ms_high": high, "samples": len(kept), "waited": round(waited, 4)}
 
 
-def disturbance(rows: Iterable[Cost]) -> str:
+def disturbance(rows: Iterable[Row]) -> str:
     """What the terminal says of times taken while other processes ran."""
     rows = list(rows)
     if bad := [row for row in rows if row.contended]:
-        worst = max(row.waited or 0.0 for row in bad)
+        worst = max(getattr(row, "waited", 0.0) for row in bad)
         return (
             f"{len(bad)} of {len(rows)} times were taken while other processes ran (threads waited up to"
             f" {worst:.0%} of the time); they are marked contended and are not to be trusted"
         )
     return f"no time was disturbed by other processes (threads waited less than {CONTENDED:.0%} of the time)"
+
+
+def measured(
+    module: str, cases: list[dict[str, Any]], *, seconds: float, memory: bool, say: Say
+) -> list[dict[str, Any]]:
+    """The fields of `results.Cost` that `module.prepare(case)()` takes, for each case: time, peak memory."""
+    prepare = importlib.import_module(module).prepare
+    works = {f"training {case['mixer']} at {case['length']:,}": prepare(case) for case in cases}
+    timed = in_turns(works, seconds=seconds, say=say)
+    say(f"peak memory of {', '.join(works)}")
+    peaks = peak_memories(module, cases) if memory else [None] * len(cases)
+    return [{**fields, "memory_mib": mib} for fields, mib in zip(timed.values(), peaks, strict=True)]
 
 
 def peak_memories(module: str, cases: list[dict[str, Any]]) -> list[float | None]:

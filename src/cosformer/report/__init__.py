@@ -6,10 +6,9 @@ from pathlib import Path
 from ..results import read
 from .heatmap import draw as matrices
 from .page import plot, write_page
-from .readme import BEGIN, END, fill, numbers
-from .summary import terminal_summary
+from .text import BEGIN, END, fill, numbers, terminal_speeds, terminal_summary
 
-__all__ = ["BEGIN", "END", "main", "matrices", "numbers", "plot", "terminal_summary", "write_page"]
+__all__ = ["main", "matrices", "numbers", "plot", "terminal_speeds", "terminal_summary", "write_page"]
 
 
 def main(argv: list[str] | None = None) -> None:

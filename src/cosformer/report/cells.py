@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
-from ..results import Cost, Exactness, Machine, Picture, Positions, Quality, Row, Run, Search, latest, of
+from .. import results
+from ..results import Quality, Row, latest, of
 from .style import NOTHING, digits, looks, name, percent, score
 
 OURS = ("cosformer", "cosformer-paper")
@@ -29,9 +30,6 @@ class Span(NamedTuple):
     low: float
     high: float
     seeds: int
-
-    def text(self, metric: str) -> str:
-        return score(metric, self.mean)
 
     def range(self, metric: str) -> str:
         """The lowest and the highest of several seeds; empty for one."""
@@ -66,6 +64,24 @@ class Cell:
         return not known or 2 * sum(known) > len(known)
 
     @property
+    def text(self) -> str:
+        """What it reached; else why it has not."""
+        if self.value:
+            return score(self.done[0].metric, self.value.mean)
+        return self.undone[-1].status
+
+    @property
+    def remarks(self) -> str:
+        """The range of its seeds, what was published for the same protocol, that it is but a guess."""
+        if not self.value:
+            return ""
+        metric, published = self.done[0].metric, self.done[0].published
+        said = [self.value.range(metric), "" if self.learned else "not learned"]
+        if published is not None:
+            said.insert(1, f"published {score(metric, published)}")
+        return "; ".join(filter(None, said))
+
+    @property
     def why_not(self) -> str:
         """Why there is no value: "refused: reason"."""
         return ": ".join(filter(None, [self.undone[-1].status, self.undone[-1].reason]))
@@ -77,10 +93,6 @@ class Experiment:
 
     row: Quality
     cells: list[Cell]
-
-    @property
-    def best_is(self) -> str:
-        return "most" if self.row.greater_is_better else "least"
 
     @property
     def seeds(self) -> int:
@@ -100,9 +112,11 @@ class Measured:
 
     def __init__(self, rows: Iterable[Row]):
         kept = latest(rows)
-        self.machines, self.runs = of(kept, Machine), of(kept, Run)
-        self.quality, self.searches, self.positions = of(kept, Quality), of(kept, Search), of(kept, Positions)
-        self.cost, self.exactness, self.pictures = of(kept, Cost), of(kept, Exactness), of(kept, Picture)
+        self.machines, self.runs = of(kept, results.Machine), of(kept, results.Run)
+        self.quality, self.searches = of(kept, Quality), of(kept, results.Search)
+        self.positions, self.pictures = of(kept, results.Positions), of(kept, results.Picture)
+        self.cost, self.shared = of(kept, results.Cost), of(kept, results.Shared)
+        self.exactness = of(kept, results.Exactness)
         self.experiments = _experiments(self.quality)
         self.mixers = list(looks(mixer for row in kept if (mixer := getattr(row, "mixer", None))))
         self.titles = {row.subject: row.title for row in self.quality}
@@ -111,31 +125,22 @@ class Measured:
         return [e for e in self.experiments if e.row.group == name]
 
     @property
-    def groups(self) -> list[str]:
-        return list(dict.fromkeys(e.row.group for e in self.experiments))
-
-    @property
     def compared(self) -> list[Experiment]:
         """The study repeats tasks to learn about parts of mixers; it is not a contest."""
         return [e for e in self.experiments if e.row.group != "study"]
 
 
 def _experiments(rows: list[Quality]) -> list[Experiment]:
-    together: dict[tuple, list[Quality]] = {}
+    together: dict[tuple, dict[str, Cell]] = {}
+    firsts: dict[tuple, Quality] = {}
     for row in rows:
-        together.setdefault((row.subject, row.size, row.length, row.steps), []).append(row)
+        about = (row.subject, row.size, row.length, row.steps)
+        firsts.setdefault(about, row)
+        cell = together.setdefault(about, {}).setdefault(row.mixer, Cell(row.mixer, [], []))
+        (cell.done if row.status == "done" else cell.undone).append(row)
     order = [*GROUPS, *(row.group for row in rows)]
-    found = [Experiment(mine[0], _cells(mine)) for mine in together.values()]
+    found = [Experiment(firsts[about], [cells[m] for m in looks(cells)]) for about, cells in together.items()]
     return sorted(found, key=lambda e: order.index(e.row.group))
-
-
-def _cells(rows: list[Quality]) -> list[Cell]:
-    cells = []
-    for mixer in looks(row.mixer for row in rows):
-        mine = [row for row in rows if row.mixer == mixer]
-        done = [row for row in mine if row.status == "done"]
-        cells.append(Cell(mixer, done, [row for row in mine if row.status != "done"]))
-    return cells
 
 
 @dataclass(frozen=True)

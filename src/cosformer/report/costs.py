@@ -19,14 +19,21 @@ class Kind(NamedTuple):
     id: str
     title: str
     read: Callable[[Cost], float | None]
-    write: Callable[[float], str] = digits
-    best: str = "least"
 
 
 TIME = Kind("ms", "time, ms", lambda row: row.ms)
 MEMORY = Kind("memory", "peak memory, MiB", lambda row: row.memory_mib)
 CACHE = Kind("cache", "cache, MiB", lambda row: row.cache_bytes and row.cache_bytes / 2**20)
-KINDS = {"training": (TIME, MEMORY), "decoding": (TIME, CACHE)}
+WORK = {
+    "forward": "Forward of {}",
+    "training": "Training {}: forward and backward",
+    "decoding": "Decoding with {}",
+}
+
+
+def kinds(rows: list[Cost]) -> list[Kind]:
+    """Those that were measured."""
+    return [kind for kind in (TIME, MEMORY, CACHE) if any(map(kind.read, rows))]
 
 
 def groups(measured: Measured, work: str) -> Iterator[tuple[str, list[Cost]]]:
@@ -48,6 +55,12 @@ def _described(row: Cost) -> str:
     shape = f"{row.heads} heads of {row.head_dim}" if row.heads and row.head_dim else None
     dtype = None if row.dtype == "float32" else row.dtype
     return ", ".join(filter(None, [what, "causal" if row.causal else "not causal", row.size, shape, dtype]))
+
+
+def where(measured: Measured) -> str:
+    """The machine; empty if it is not known."""
+    threads = "one thread a process" if measured.shared else "{0.threads} threads"
+    return "".join(f"{machine.cpu}, {threads.format(machine)}" for machine in measured.machines[-1:])
 
 
 def mixers(rows: list[Cost]) -> list[str]:

@@ -1,17 +1,18 @@
 """The page's figures as data: which lines are in a panel, and what the caption says of them."""
 
+import itertools
 import textwrap
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import ClassVar
 
-from ..results import Cost
+from ..results import Cost, Shared
 from . import costs
 from .cells import Cell, Experiment, Measured, span
 from .chart import Line, Panel
 from .style import count, digits, ident, looks, metric_name, name, percent
-from .tables import Column, Entry, Lines, Table
+from .table import Column, Entry, Lines, Table
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def cost_panels(rows: list[Cost], id_: str) -> list[Panel]:
     panels = []
     place = costs.Contest(rows).crossing
     x = {"decoding": "tokens of context"}.get(rows[0].work, "length, tokens")
-    for kind in costs.KINDS[rows[0].work]:
+    for kind in costs.kinds(rows):
         curves = {mixer: costs.points(rows, mixer, kind) for mixer in costs.mixers(rows)}
         if lines := [Line(mixer, curve) for mixer, curve in curves.items() if len(curve) > 1]:
             rings = [place] if place and kind is costs.TIME else []
@@ -149,6 +150,26 @@ def cost(what: str, rows: list[Cost], number: int) -> Figure | None:
     panels = cost_panels(rows, id_)
     said.append(costs.Contest(rows).crossing_text())
     return Figure(id_, title, " ".join(filter(None, said)), panels) if panels else None
+
+
+def shared_panels(rows: list[Shared]) -> list[Panel]:
+    """Time of a step and peak memory of a process against length, a line for each number of processes."""
+    rows, panels = sorted(rows, key=lambda row: (row.processes, row.length)), []
+    kinds: list[tuple[str, str, Callable[[Shared], float]]] = [
+        ("shared-ms", "time of a step, seconds", lambda row: row.ms / 1e3),
+        ("shared-memory", "peak memory of a process, MiB", lambda row: row.memory_mib),
+    ]
+    for id_, title, read in kinds if rows else []:
+        lines = []
+        for processes, mine in itertools.groupby(rows, key=lambda row: row.processes):
+            who = "1 process" if processes == 1 else f"{processes} processes"
+            lines.append(Line(who, [(row.length, read(row)) for row in mine]))
+        panels.append(Panel(id_, title, "tokens of the sequence", lines, log="xy"))
+    return panels
+
+
+def shared(rows: list[Shared]) -> Figure:
+    return Figure("shared", "One sequence over several processes", "", shared_panels(rows))
 
 
 def trade(measured: Measured) -> Figure | None:

@@ -28,7 +28,6 @@ PICTURES = (
     "Queries down, keys across; bright is much weight, on a scale of its own for each matrix (red is positive"
     " and blue negative where weights have signs); blank is masked."
 )
-WORK = {"training": "Training {}: forward and backward", "decoding": "Decoding with {}"}
 MACHINE = {"cpu": "processor", "isa": "instruction set", "memory_gib": "memory, GiB"}
 Part = tables.Table | Figure | SimpleNamespace  # each has the name of its template
 Parts = list[Part | None]
@@ -63,10 +62,12 @@ def plot(rows: Iterable[Row], path: str | Path) -> None:
     if Path(path).suffix != ".svg":
         raise ValueError(f"a chart is drawn to a file whose name ends in .svg; got {path}")
     measured = Measured(rows)
-    where = "".join(f"; {machine.cpu}, {machine.threads} threads" for machine in measured.machines[-1:])
-    for what, mine in costs.groups(measured, "training"):
-        if panels := figures.cost_panels(mine, "cost"):
-            return write_svg(panels, Path(path), f"Training {what}{where}")
+    drawn = [(what, figures.cost_panels(mine, "cost")) for what, mine in costs.groups(measured, "training")]
+    drawn.append(("one sequence over several processes", figures.shared_panels(measured.shared)))
+    for what, panels in drawn:
+        if panels:
+            title = "; ".join(filter(None, [f"Training {what}", costs.where(measured)]))
+            return write_svg(panels, Path(path), title)
     raise ValueError("there is no training at two lengths among the results, so there is nothing to draw")
 
 
@@ -99,7 +100,7 @@ def _raised(text: str) -> Markup:
 
 def sections(measured: Measured) -> list[Section]:
     """All that has results, in order."""
-    others = {group: group for group in measured.groups if group not in [*GROUPS, "study"]}
+    others = {e.row.group: e.row.group for e in measured.compared if e.row.group not in GROUPS}
     lead = _part("text", paragraphs=paragraphs(measured), kind="lead")
     pictures = [_gallery(title, rows) for title, rows in _pictures(measured).items()]
     found: list[tuple[str, str, Parts]] = [
@@ -146,10 +147,11 @@ def _tasks(measured: Measured, group: str) -> Parts:
 
 def _cost(measured: Measured) -> Parts:
     parts: Parts = []
-    for work, caption in WORK.items():
+    for work, caption in costs.WORK.items():
         for number, (what, rows) in enumerate(costs.groups(measured, work)):
-            parts += [tables.cost(caption.format(what), rows, costs.KINDS[work]), tables.speedups(what, rows)]
-            parts.append(figures.cost(what, rows, number))
+            parts += [tables.cost(caption.format(what), rows), figures.cost(what, rows, number)]
+    if measured.shared:
+        parts += [tables.shared(measured.shared), figures.shared(measured.shared)]
     return parts + _paper("speed") if parts else []
 
 

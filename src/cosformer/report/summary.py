@@ -4,16 +4,10 @@ cosFormer is compared with softmax: in quality with the better of softmax and so
 cost with softmax + RoPE if it was measured.
 """
 
-import textwrap
-from collections.abc import Iterable
-
-from ..results import Row
 from . import costs
-from .cells import Cell, Measured, Verdict, verdict
-from .style import NOTHING, listed, metric_name, name, percent, score, sentence
+from .cells import Measured, Verdict, verdict
+from .style import listed, metric_name, name, percent, sentence
 
-SHOWN = ("cosformer", "cosformer-hybrid", "cosformer-hybrid+rope", "cosformer-paper", "softmax+rope",
-         "softmax")  # fmt: skip
 MANY = 3  # settings of recall that are counted, not listed
 WORKS = (("training", "trains", "at length {}"), ("decoding", "decodes", "after {} tokens"))
 
@@ -83,13 +77,17 @@ def _listing(found: list[Verdict], contests: list[Verdict], who: str = "") -> st
 
 def _in_words(v: Verdict) -> str:
     assert v.ours and v.theirs
-    metric = v.experiment.row.metric
-    a, b = (shown(cell, metric, unit=" %" if percent(metric) else "") for cell in (v.ours, v.theirs))
+    metric, said = v.experiment.row.metric, []
+    for cell in (v.ours, v.theirs):
+        unit, remarks = " %" if percent(metric) else "", f" ({cell.remarks})" if cell.remarks else ""
+        said.append(f"{cell.text}{unit}{remarks}")
     found = f"{v.difference}, which is {v.outcome}"
     if v.outcome == "tie":
         found = f"a tie ({v.difference}; {v.margin})"
     what = f"the {metric_name(metric).removesuffix(', %')} of {name(v.ours.mixer)}"
-    return f"{v.experiment.row.title}: {what} is {a} against {b} of {name(v.theirs.mixer)}, {found}."
+    return (
+        f"{v.experiment.row.title}: {what} is {said[0]} against {said[1]} of {name(v.theirs.mixer)}, {found}."
+    )
 
 
 def _not_learned(verdicts: list[Verdict]) -> str:
@@ -105,38 +103,3 @@ def _missing(measured: Measured, verdicts: list[Verdict]) -> str:
     if not verdicts:
         parts.append("quality on any task")
     return f"Not measured for both: {'; '.join(parts)}." if parts else ""
-
-
-def shown(cell: Cell | None, metric: str, unit: str = "") -> str:
-    """A cell's value, and in brackets the range of its seeds, what was published, that it is but a guess."""
-    if cell is None or cell.value is None:
-        return NOTHING
-    more = [cell.value.range(metric)]
-    published = cell.done[0].published
-    more += [] if published is None else [f"published {score(metric, published)}"]
-    more += [] if cell.learned else ["not learned"]
-    said = "; ".join(filter(None, more))
-    return f"{cell.value.text(metric)}{unit}" + (f" ({said})" if said else "")
-
-
-def verdict_table(measured: Measured) -> tuple[list[str], list[list[str]]]:
-    """Headings and lines of text, one a task: the outcome, and what the mixers of most interest reached."""
-    mixers = [m for m in SHOWN if any((cell := e.cell(m)) and cell.value for e in measured.compared)]
-    lines = []
-    for e in measured.compared:
-        found, metric = verdict(e), e.row.metric
-        values = [shown(e.cell(mixer), metric) for mixer in mixers]
-        lines.append([e.row.title, found.outcome, found.difference, metric_name(metric), *values])
-    return ["task", "cosFormer is", "difference", "metric", *map(name, mixers)], lines
-
-
-def terminal_summary(rows: Iterable[Row]) -> str:
-    """The summary of the page as plain text: its paragraphs, and a line for each task."""
-    measured = Measured(rows)
-    said = [textwrap.fill(text, 100) for text in paragraphs(measured)]
-    heads, lines = verdict_table(measured)
-    if lines:
-        cut = [[textwrap.shorten(text, 40, placeholder="…") for text in line] for line in [heads, *lines]]
-        widths = [max(map(len, column)) for column in zip(*cut)]
-        said.append("\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cut))
-    return "\n\n".join(said)
