@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from cosformer import bench, report
-from cosformer.bench import command, exactness, measure, models, operators
+from cosformer.bench import exactness, measure, models, operators
 from cosformer.bench.measure import Sample
 from cosformer.results import Cost, Machine, of, read
 
@@ -60,7 +60,7 @@ def test_a_wrong_operator_gets_no_speed(monkeypatch):
 
 def test_a_backend_is_not_measured_where_it_cannot_run():
     asked = ["--operators", "cosformer-paper", "--lengths", "32", "--work", "forward", "--dtypes", "float64"]
-    assert {case.backend for case in operators.cases(command.settings(asked))} == {"torch"}
+    assert {case.backend for case in operators.cases(bench.settings(asked))} == {"torch"}
 
 
 def test_mixers(tmp_path, capsys):

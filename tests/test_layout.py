@@ -73,8 +73,8 @@ ORDER = {
         "dryrun run",
         "cli",
     ],
-    "bench": ["exactness measure", "mixers models operators tune", "parallel", "command"],
-    "compare": ["plan", "quality", "budget looks", "comparison", "command"],
+    "bench": ["exactness measure", "mixers models operators tune", "parallel"],
+    "compare": ["plan", "quality", "budget looks", "comparison"],
     "report": [
         "heatmap style",
         "cells chart table",

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..mixers import build, names, pattern
+from ..mixers import build, names
 from ..results import Cost
 from .measure import Say, Work, measured
 
@@ -32,12 +32,7 @@ def prepare(case: dict[str, Any]) -> Work:
 
 def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
     """All mixers at one length take turns; bidirectional unless asked, since every mixer has that."""
-    chosen = names() if args.mixers == ["all"] else args.mixers
-    for name in chosen:
-        try:
-            pattern(name)
-        except ValueError as error:
-            raise SystemExit(f"bench: {error}; or `all`") from None
+    chosen = names() if "all" in args.mixers else args.mixers
     causal, last = args.causal == "yes", dict.fromkeys(chosen, 0.0)
     row = partial(Cost, what="mixer", work="training", heads=HEADS, head_dim=HEAD_DIM)
     for length in args.lengths or LENGTHS:

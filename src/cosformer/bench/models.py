@@ -18,7 +18,6 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from ..hf import CosformerConfig, CosformerForCausalLM
 from ..hf.sizes import Size
-from ..mixers import pattern
 from ..results import Cost
 from .measure import Say, Work, in_turns, measured
 
@@ -155,11 +154,6 @@ def cache_bytes(cache: DynamicCache) -> int:
 def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
     """Training steps, then decoding after each context."""
     mixers = args.models or MIXERS
-    for mixer in mixers:
-        try:
-            pattern(mixer)
-        except ValueError as error:
-            raise SystemExit(f"bench: {error}") from None
     lengths, contexts = args.lengths or LENGTHS, CONTEXTS[:1] if args.quick else CONTEXTS
     for length in lengths:
         seconds = args.seconds / len(lengths)
