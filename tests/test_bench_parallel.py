@@ -4,6 +4,7 @@ from pathlib import Path
 
 from cosformer import bench, report
 from cosformer.report import tables
+from cosformer.report.cells import Measured
 from cosformer.results import Machine, Shared, of, read
 
 ROOT = Path(__file__).parents[1]
@@ -31,16 +32,12 @@ def invented(processes, length, **more):
     return Shared(processes=processes, length=length, **{**given, **more})
 
 
-def test_the_table():
-    rows = [
-        invented(1, 64, waiting=0.0, messages=0.0),
-        invented(2, 64, ms=1500.0, waited=0.5, ms_at_once=2e3),
-    ]
-    table = tables.shared(rows[::-1])
-    lines = table.markdown().splitlines()
-    assert lines[2] == "| 64 | 1 | 128.00 |  |  |  |  | – | 400 MiB |"
-    assert lines[3] == "| 64 | 2 | 1.50† | 2.0% | 75% | 0.10% | 5.0% | 2.00 | 400 MiB |"
-    assert "† measured while other processes" in table.note
+def test_the_tables():
+    two = invented(2, 64, ms=1500.0, waited=0.5, ms_at_once=2e3)
+    time, memory, shares = tables.speeds(Measured([two, invented(1, 64, waiting=0.0, messages=0.0)]))
+    assert time.markdown().splitlines()[2:] == ["| 1 process | 128,000 |", "| 2 processes | 1,500 † |"]
+    assert memory.markdown().splitlines()[2:] == ["| 1 process | 400 |", "| 2 processes | 400 |"]
+    assert shares.markdown().splitlines()[2:] == ["| 64 | 2 | 2.0% | 75% | 0.10% | 5.0% | 1.50 | 2.00 |"]
 
 
 def test_the_page_and_its_picture_are_of_the_committed_rows(tmp_path):

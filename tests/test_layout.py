@@ -80,7 +80,7 @@ ORDER = {
         "cells chart table",
         "costs",
         "summary tables",
-        "figures text",
+        "figures",
         "page",
     ],
 }

@@ -95,7 +95,7 @@ class Quality(Trained):
 
     kind = "quality"
     about = ("subject", "mixer", "seed", "size", "length", "steps")
-    group: str  # the part of the report: lm, finetune, lra, recall, seq2seq, toy, study
+    group: str  # the part of the report: lm, finetune, lra, recall, seq2seq, toy
     task: str
     title: str
     data: str  # in words
@@ -314,6 +314,11 @@ class Writer:
             file.flush()
             os.fsync(file.fileno())
         self.rows.append(row)
+
+    def add_once(self, row: Row) -> None:
+        """Append the row unless there is one about the same thing."""
+        if row.key not in {known.key for known in self.rows}:
+            self.add(row)
 
     def has(self, kind: type[Row], **values: Any) -> bool:
         """Whether there is a row of this kind with these values."""

@@ -107,8 +107,8 @@ def _measure(args: argparse.Namespace) -> None:
     print(f"{here.cpu}, {here.threads} threads, {here.isa}; {versions}", flush=True)
     bench = importlib.import_module(f".{args.kind}", __package__)
     file = Writer(args.out) if args.out else None
-    if file and here.key not in {row.key for row in file.rows}:
-        file.add(here)
+    if file:
+        file.add_once(here)
     rows: list[Row] = [here]
     for row in bench.run(args, measure.say):
         rows.append(row)

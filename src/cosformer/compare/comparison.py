@@ -36,9 +36,7 @@ class Comparison:
         self.begun = time.perf_counter() if begun is None else begun
         self.board = Board()
         self.results = Writer(out / "results.jsonl")
-        here = measure.machine(transformers=transformers_version)
-        if here.key not in {row.key for row in self.results.rows}:
-            self.results.add(here)
+        self.results.add_once(measure.machine(transformers=transformers_version))
         self.end_of_training = self.begun + 60 * (minutes or math.inf) - budget.CLOSING
         self.expected = self.spent = 0.0  # seconds of the cells done
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from .. import results
 from ..results import Quality, Row, latest, of
@@ -101,11 +101,6 @@ class Experiment:
     def cell(self, mixer: str) -> Cell | None:
         return next((cell for cell in self.cells if cell.mixer == mixer), None)
 
-    def tried(self, mixers: Iterable[str]) -> list[Cell]:
-        """The cells of these mixers, in this order but for those without a value, which come last."""
-        found = [cell for mixer in mixers if (cell := self.cell(mixer))]
-        return sorted(found, key=lambda cell: cell.value is None)
-
 
 class Measured:
     """All rows of a report, by kind; of rows about the same thing the last."""
@@ -115,19 +110,25 @@ class Measured:
         self.machines, self.runs = of(kept, results.Machine), of(kept, results.Run)
         self.quality, self.searches = of(kept, Quality), of(kept, results.Search)
         self.positions, self.pictures = of(kept, results.Positions), of(kept, results.Picture)
-        self.cost, self.shared = of(kept, results.Cost), of(kept, results.Shared)
         self.exactness = of(kept, results.Exactness)
+        self.shared = sorted(of(kept, results.Shared), key=lambda row: (row.length, row.processes))
+        self.cost = of(kept, results.Cost) + [_cost(row) for row in self.shared]
         self.experiments = _experiments(self.quality)
-        self.mixers = list(looks(mixer for row in kept if (mixer := getattr(row, "mixer", None))))
+        named: list[Any] = [*self.quality, *self.searches, *self.positions, *self.pictures, *self.cost]
+        self.mixers = list(looks(row.mixer for row in named))
         self.titles = {row.subject: row.title for row in self.quality}
 
     def group(self, name: str) -> list[Experiment]:
         return [e for e in self.experiments if e.row.group == name]
 
-    @property
-    def compared(self) -> list[Experiment]:
-        """The study repeats tasks to learn about parts of mixers; it is not a contest."""
-        return [e for e in self.experiments if e.row.group != "study"]
+
+def _cost(row: results.Shared) -> results.Cost:
+    """What a step costs that several processes share: they stand where mixers do."""
+    who = "1 process" if row.processes == 1 else f"{row.processes} processes"
+    size = f"{row.size}, one sequence over several processes"
+    names = ("length", "ms", "ms_low", "ms_high", "waited", "memory_mib")
+    known: dict[str, Any] = {name: getattr(row, name) for name in names}
+    return results.Cost(what="model", work="training", mixer=who, causal=True, size=size, **known)
 
 
 def _experiments(rows: list[Quality]) -> list[Experiment]:
@@ -156,15 +157,19 @@ class Verdict:
 
 
 def verdict(e: Experiment) -> Verdict:
-    ours, theirs = e.tried(OURS), e.tried(THEIRS)
-    for cells, mixers in ((ours, OURS), (theirs, THEIRS)):
-        if not cells:
-            return Verdict(e, None, None, "not compared", f"{name(mixers[0])} not measured")
-        if cells[0].value is None:
-            return Verdict(e, None, None, "not compared", f"{name(cells[0].mixer)} {cells[0].why_not}")
+    found = []
     sign = 1 if e.row.greater_is_better else -1
-    reached = [(sign * cell.value.mean, cell) for cell in theirs if cell.value]
-    mine, other = ours[0], max(reached, key=lambda pair: pair[0])[1]  # beating the weaker would prove nothing
+    for mixers in (OURS, THEIRS):
+        cells = [cell for mixer in mixers if (cell := e.cell(mixer))]
+        reached = [cell for cell in cells if cell.value]
+        if not reached:
+            missing = f"{name(mixers[0])} not measured"
+            if cells:
+                missing = f"{name(cells[0].mixer)} {cells[0].why_not}"
+            return Verdict(e, None, None, "not compared", missing)
+        found.append(reached)
+    # Ours is the first, theirs the best: beating the weaker would prove nothing.
+    mine, other = found[0][0], max(found[1], key=lambda cell: sign * cell.value.mean if cell.value else 0.0)
     assert mine.value and other.value
     if not any(cell.learned for cell in e.cells if cell.value):
         return Verdict(e, mine, other, "not learned", NOTHING)

@@ -4,10 +4,10 @@ import math
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
-from ..results import Cost, growth
+from ..results import Cost
 from .cells import OURS, THEIRS, Measured
 from .chart import Points
-from .style import digits, listed, looks, mib, name, times
+from .style import digits, looks, mib, name, times
 
 CONTENDED = "†"
 CONTENDED_NOTE = f"{CONTENDED} measured while other processes took part of the machine: slower than it is."
@@ -71,13 +71,6 @@ def mixers(rows: list[Cost]) -> list[str]:
 def points(rows: list[Cost], mixer: str, kind: Kind = TIME) -> Points:
     found = [(row.length, kind.read(row)) for row in rows if row.mixer == mixer]
     return sorted((length, value) for length, value in found if value)
-
-
-def growth_text(rows: list[Cost]) -> str:
-    """The exponents, and how many lengths each was fitted to."""
-    fits = [(name(mixer), fit) for mixer in mixers(rows) if (fit := growth(points(rows, mixer)))]
-    said = [f"n^{fit.exponent:.2f} ({mixer}, {fit.lengths} lengths)" for mixer, fit in fits]
-    return f"Fitted to the longest lengths, time grows as {listed(said)}." if said else ""
 
 
 def crossing(a: Points, b: Points) -> tuple[float, float] | None:

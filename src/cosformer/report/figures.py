@@ -1,13 +1,12 @@
 """The page's figures as data: which lines are in a panel, and what the caption says of them."""
 
-import itertools
 import textwrap
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 from typing import ClassVar
 
-from ..results import Cost, Shared
+from ..results import Cost
 from . import costs
 from .cells import Cell, Experiment, Measured, span
 from .chart import Line, Panel
@@ -141,35 +140,11 @@ def cost_panels(rows: list[Cost], id_: str) -> list[Panel]:
     return panels
 
 
-def cost(what: str, rows: list[Cost], number: int) -> Figure | None:
+def cost(caption: str, rows: list[Cost], number: int) -> Figure | None:
     """What the work costs against length, on log axes."""
-    id_ = f"{rows[0].work}-{number}"
-    title, said = "Cost against length", [f"Training {what}.", costs.growth_text(rows)]
-    if rows[0].work == "decoding":
-        title, said = "Decoding", [f"Decoding with {what}: what the next token costs after a context."]
+    id_, said = f"{rows[0].work}-{number}", f"{caption}. {costs.Contest(rows).crossing_text()}"
     panels = cost_panels(rows, id_)
-    said.append(costs.Contest(rows).crossing_text())
-    return Figure(id_, title, " ".join(filter(None, said)), panels) if panels else None
-
-
-def shared_panels(rows: list[Shared]) -> list[Panel]:
-    """Time of a step and peak memory of a process against length, a line for each number of processes."""
-    rows, panels = sorted(rows, key=lambda row: (row.processes, row.length)), []
-    kinds: list[tuple[str, str, Callable[[Shared], float]]] = [
-        ("shared-ms", "time of a step, seconds", lambda row: row.ms / 1e3),
-        ("shared-memory", "peak memory of a process, MiB", lambda row: row.memory_mib),
-    ]
-    for id_, title, read in kinds if rows else []:
-        lines = []
-        for processes, mine in itertools.groupby(rows, key=lambda row: row.processes):
-            who = "1 process" if processes == 1 else f"{processes} processes"
-            lines.append(Line(who, [(row.length, read(row)) for row in mine]))
-        panels.append(Panel(id_, title, "tokens of the sequence", lines, log="xy"))
-    return panels
-
-
-def shared(rows: list[Shared]) -> Figure:
-    return Figure("shared", "One sequence over several processes", "", shared_panels(rows))
+    return Figure(id_, "Cost against length", said.strip(), panels) if panels else None
 
 
 def trade(measured: Measured) -> Figure | None:

@@ -62,10 +62,8 @@ def plot(rows: Iterable[Row], path: str | Path) -> None:
     if Path(path).suffix != ".svg":
         raise ValueError(f"a chart is drawn to a file whose name ends in .svg; got {path}")
     measured = Measured(rows)
-    drawn = [(what, figures.cost_panels(mine, "cost")) for what, mine in costs.groups(measured, "training")]
-    drawn.append(("one sequence over several processes", figures.shared_panels(measured.shared)))
-    for what, panels in drawn:
-        if panels:
+    for what, mine in costs.groups(measured, "training"):
+        if panels := figures.cost_panels(mine, "cost"):
             title = "; ".join(filter(None, [f"Training {what}", costs.where(measured)]))
             return write_svg(panels, Path(path), title)
     raise ValueError("there is no training at two lengths among the results, so there is nothing to draw")
@@ -100,7 +98,7 @@ def _raised(text: str) -> Markup:
 
 def sections(measured: Measured) -> list[Section]:
     """All that has results, in order."""
-    others = {e.row.group: e.row.group for e in measured.compared if e.row.group not in GROUPS}
+    others = {e.row.group: e.row.group for e in measured.experiments if e.row.group not in GROUPS}
     lead = _part("text", paragraphs=paragraphs(measured), kind="lead")
     pictures = [_gallery(title, rows) for title, rows in _pictures(measured).items()]
     found: list[tuple[str, str, Parts]] = [
@@ -108,7 +106,7 @@ def sections(measured: Measured) -> list[Section]:
         *((ident(group), heading, _tasks(measured, group)) for group, heading in (GROUPS | others).items()),
         ("cost", "Speed and memory", _cost(measured)),
         ("trade-off", "Quality against cost", [figures.trade(measured)]),
-        ("ablation", "Ablation", _study(measured)),
+        ("ablation", "Ablation", _ablation(measured)),
         ("rates", "Rates of learning", [tables.searches(measured)]),
         ("attention", "Attention matrices", [*pictures]),
         ("exactness", "Exactness", [tables.exactness(measured)]),
@@ -149,17 +147,15 @@ def _cost(measured: Measured) -> Parts:
     parts: Parts = []
     for work, caption in costs.WORK.items():
         for number, (what, rows) in enumerate(costs.groups(measured, work)):
-            parts += [tables.cost(caption.format(what), rows), figures.cost(what, rows, number)]
-    if measured.shared:
-        parts += [tables.shared(measured.shared), figures.shared(measured.shared)]
-    return parts + _paper("speed") if parts else []
+            title = caption.format(what)
+            parts += [tables.cost(title, rows), figures.cost(title, rows, number)]
+    parts.append(tables.shared(measured.shared))
+    return parts + _paper("speed") if any(parts) else []
 
 
-def _study(measured: Measured) -> Parts:
-    study = measured.group("study")
-    parts: Parts = [tables.one_task(e) for e in study]
-    parts += [table for e in [*study, *measured.group("lm")] if (table := tables.ablation(e))]
-    return [*parts, figures.learning(study), *_paper("study", "ablation")] if parts else []
+def _ablation(measured: Measured) -> Parts:
+    parts: Parts = [table for e in measured.group("lm") if (table := tables.ablation(e))]
+    return parts + _paper("study", "ablation") if parts else []
 
 
 def _pictures(measured: Measured) -> dict[str, list[Picture]]:

@@ -14,7 +14,7 @@ WORKS = (("training", "trains", "at length {}"), ("decoding", "decodes", "after 
 
 def paragraphs(measured: Measured) -> list[str]:
     """The summary: what is gained and what softmax wins; where we win or tie; what cannot be compared."""
-    verdicts = [verdict(e) for e in measured.compared]
+    verdicts = [verdict(e) for e in measured.experiments]
     contests = [v for v in verdicts if v.outcome in ("better", "tie", "worse")]
     found = [
         [*_gained(measured), _lost(measured, contests)],

@@ -17,9 +17,9 @@ SHOWN = ("cosformer", "cosformer-hybrid", "cosformer-hybrid+rope", "cosformer-pa
 
 def verdicts(measured: Measured) -> Table | None:
     """The summary, task by task: the outcome, and what the mixers of most interest reached."""
-    mixers = [m for m in SHOWN if any((cell := e.cell(m)) and cell.value for e in measured.compared)]
+    mixers = [m for m in SHOWN if any((cell := e.cell(m)) and cell.value for e in measured.experiments)]
     rows: Lines = []
-    for e in measured.compared:
+    for e in measured.experiments:
         found = verdict(e)
         entries = [Entry(found.outcome, badge=ident(found.outcome)), Entry(found.difference)]
         entries.append(Entry(metric_name(e.row.metric)))
@@ -174,7 +174,7 @@ def cost(caption: str, rows: list[Cost], *only: costs.Kind) -> Table:
         notes += [f"%: of the fastest batched matrix product, {limit:.0f} GFLOP/s."] if limit else []
         notes += [costs.CONTENDED_NOTE] if any(row.contended for row in rows) else []
     lines = {"": [(name(mixer), entries) for mixer, entries in body.items()]}
-    return Table(caption, "mixer", columns, lines, " ".join(notes))
+    return Table(caption, "tokens", columns, lines, " ".join(notes))
 
 
 def _cost(kind: costs.Kind, row: Cost | None, softmax: Cost | None) -> Entry:
@@ -196,26 +196,24 @@ def speeds(measured: Measured) -> list[Table]:
         for what, rows in costs.groups(measured, work):
             for kind in costs.kinds(rows):
                 found.append(cost(f"{caption.format(what)}; {kind.title}", rows, kind))
-    return found + ([shared(measured.shared)] if measured.shared else [])
+    return [*found, *filter(None, [shared(measured.shared)])]
 
 
-def shared(rows: list[Shared]) -> Table:
-    """One sequence over several processes: a line for each length and number of processes."""
-    heads = ["processes", "seconds a step", "waiting", "messages hidden", "scan", "states",
-             "at once", "peak memory"]  # fmt: skip
+def shared(rows: list[Shared]) -> Table | None:
+    """What becomes of the time where several processes share a sequence."""
+    heads = ["processes", "waiting", "messages hidden", "scan", "states", "seconds a step", "at once"]
     body: Lines = []
-    for row in sorted(rows, key=lambda row: (row.length, row.processes)):
-        hidden = f"{max(0.0, 1 - row.waiting / row.messages):.0%}" if row.messages else ""
+    for row in rows:
+        hidden = f"{max(0.0, 1 - row.waiting / row.messages):.0%}" if row.messages else NOTHING
         shares = [f"{row.waiting:.1%}", hidden, f"{row.scan:.2%}", f"{row.states:.1%}"]
-        shares = shares if row.processes > 1 else [""] * len(shares)
-        seconds = f"{row.ms / 1e3:.2f}{costs.CONTENDED * row.contended}"
-        at_once = NOTHING if row.ms_at_once is None else f"{row.ms_at_once / 1e3:.2f}"
-        texts = [str(row.processes), seconds, *shares, at_once, f"{row.memory_mib:,.0f} MiB"]
-        body.append((f"{row.length:,}", [Entry(text) for text in texts]))
+        seconds = [f"{row.ms / 1e3:.2f}", f"{(row.ms_at_once or 0.0) / 1e3:.2f}"]
+        if row.processes > 1:
+            body.append(
+                (f"{row.length:,}", [Entry(text) for text in [str(row.processes), *shares, *seconds]])
+            )
     note = "At once: the seconds where every message is waited for at once, with no work beside it."
-    note += f" {costs.CONTENDED_NOTE}" if any(row.contended for row in rows) else ""
     caption = "A training step of one sequence over several processes"
-    return Table(caption, "tokens", [Column(head) for head in heads], {"": body}, note)
+    return Table(caption, "tokens", [Column(head) for head in heads], {"": body}, note) if body else None
 
 
 PAIRS = [  # (what is added, without, with)
