@@ -252,7 +252,7 @@ def test_scales(values):
 @pytest.mark.parametrize("name", ["finetune", "lra"])
 def test_the_papers_averages(name):
     """A slip in copying would show: the last column is the mean of the others."""
-    for model, row in tables.PAPER[name].rows.items():
+    for model, row in tables.PAPER[name]["rows"].items():
         *values, average = map(float, row.split())
         if model != "Sinkhorn":  # printed like this
             assert sum(values) / len(values) == pytest.approx(average, abs=0.011), model

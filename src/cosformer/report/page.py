@@ -123,7 +123,7 @@ def _part(template: str, **content: Any) -> Part:
 def _paper(*names: str) -> Parts:
     """Tables of the paper in full, with a warning."""
     found = [tables.PAPER[name] for name in names]
-    numbers = " and ".join(str(table.number) for table in found)
+    numbers = " and ".join(str(table["number"]) for table in found)
     title = f"The paper's table{'s' if len(found) > 1 else ''} {numbers} in full"
     warning = _part("text", paragraphs=[SCALE], kind="note")
     return [warning, _part("details", title=title, parts=[tables.paper_table(table) for table in found])]

@@ -16,39 +16,39 @@ def paragraphs(measured: Measured) -> list[str]:
     """The summary: what is gained and what softmax wins; where we win or tie; what cannot be compared."""
     verdicts = [verdict(e) for e in measured.experiments]
     contests = [v for v in verdicts if v.outcome in ("better", "tie", "worse")]
+    gained, lost, missing = _costs(measured)
     found = [
-        [*_gained(measured), _lost(measured, contests)],
+        [*gained, _lost(contests), *lost],
         [*_quality(contests), _not_learned(verdicts)],
-        [_missing(measured, verdicts)],
+        [_missing(missing, verdicts)],
     ]
     return [" ".join(filter(None, sentences)) for sentences in found if any(sentences)]
 
 
-def _gained(measured: Measured) -> list[str]:
-    """Training and decoding at the longest length both were measured at."""
-    said = []
+def _costs(measured: Measured) -> tuple[list[str], list[str], list[str]]:
+    """What is gained at the longest length that both have, where softmax is faster, what is not measured."""
+    gained, lost, missing = [], [], []
     for work, verb, place in WORKS:
         contest = costs.contest(measured, work)
-        if contest.lengths:
-            longest = contest.lengths[-1]
-            alone = "" if contest.ours[longest].what == "model" else ", one attention alone,"
-            compared = f"{name(contest.us)} {verb} {contest.outcome(longest)} {name(contest.them)}"
-            where = place.format(f"{longest:,}")
-            said.append(sentence(f"{where}{alone} {compared}{contest.cache_text()}"))
-    return said
+        if not contest.lengths:
+            missing.append(f"{work} cost")
+            continue
+        longest = contest.lengths[-1]
+        alone = "" if contest.ours[longest].what == "model" else ", one attention alone,"
+        compared = f"{name(contest.us)} {verb} {contest.outcome(longest)} {name(contest.them)}"
+        where = place.format(f"{longest:,}")
+        gained.append(sentence(f"{where}{alone} {compared}{contest.cache_text()}"))
+        if lengths := contest.lost():
+            lost.append(sentence(f"{name(contest.them)} {verb} faster {place.format(listed(lengths))}"))
+    return gained, lost, missing
 
 
-def _lost(measured: Measured, contests: list[Verdict]) -> str:
+def _lost(contests: list[Verdict]) -> str:
     """What softmax wins: it is said first, with what is gained."""
     lost = [v for v in contests if v.outcome == "worse"]
     number = f"{len(contests)} comparison{'s' if len(contests) > 1 else ''} of quality"
     listing = f" ({_listing(lost, contests, who='cosFormer ')})" if lost else ""
-    said = [f"Softmax wins {len(lost) or 'none'} of {number}{listing}"]
-    for work, verb, place in WORKS:
-        contest = costs.contest(measured, work)
-        if lengths := contest.lost():
-            said.append(f"{name(contest.them)} {verb} faster {place.format(listed(lengths))}")
-    return " ".join(map(sentence, said if contests else said[1:]))
+    return f"Softmax wins {len(lost) or 'none'} of {number}{listing}." if contests else ""
 
 
 def _quality(contests: list[Verdict]) -> list[str]:
@@ -96,10 +96,10 @@ def _not_learned(verdicts: list[Verdict]) -> str:
     return f"Not learned ({why}): {'; '.join(titles)}." if titles else ""
 
 
-def _missing(measured: Measured, verdicts: list[Verdict]) -> str:
+def _missing(parts: list[str], verdicts: list[Verdict]) -> str:
     """What cannot be compared, and why."""
-    parts = [f"{work} cost" for work, _, _ in WORKS if not costs.contest(measured, work).lengths]
-    parts += [f"{v.experiment.row.title} ({v.difference})" for v in verdicts if v.outcome == "not compared"]
+    undecided = [v for v in verdicts if v.outcome == "not compared"]
+    parts = parts + [f"{v.experiment.row.title} ({v.difference})" for v in undecided]
     if not verdicts:
         parts.append("quality on any task")
     return f"Not measured for both: {'; '.join(parts)}." if parts else ""

@@ -2,8 +2,8 @@
 
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass
 from importlib import resources
+from typing import Any
 
 from ..results import Cost, Exactness, Quality, Shared, growth
 from . import costs
@@ -264,28 +264,15 @@ def _difference(row: Exactness | None) -> Entry:
     return Entry(f"{row.difference:.1e}", more=f"{word} {row.allowed:.0e}")
 
 
-@dataclass(frozen=True)
-class Paper:
-    """A table of the paper, from paper.toml; shown apart from ours: it has other data and models."""
-
-    number: int
-    title: str
-    setting: str
-    note: str
-    columns: list[str]
-    least: list[str]  # columns where less is better
-    rows: dict[str, str]  # figures with the paper's digits, - for none
+# The tables of the paper; shown apart from ours, since it has other data and models.
+PAPER = tomllib.loads(resources.files(__package__).joinpath("paper.toml").read_text(encoding="utf-8"))
 
 
-_FILE = resources.files(__package__).joinpath("paper.toml").read_text(encoding="utf-8")
-PAPER = {name: Paper(**table) for name, table in tomllib.loads(_FILE).items()}
-
-
-def paper_table(table: Paper) -> Table:
+def paper_table(table: dict[str, Any]) -> Table:
     """A table of the paper in full."""
-    columns = [Column(column, best="least" if column in table.least else "most") for column in table.columns]
+    columns = [Column(head, best="least" if head in table["least"] else "most") for head in table["columns"]]
     body: Lines = []
-    for model, figures in table.rows.items():
+    for model, figures in table["rows"].items():
         body.append((model, [Entry() if x == "-" else Entry(x, float(x)) for x in figures.split()]))
-    caption = f"The paper's table {table.number}: {table.title}"
-    return Table(caption, "model", columns, {"": body}, table.note, table.setting)
+    caption = f"The paper's table {table['number']}: {table['title']}"
+    return Table(caption, "model", columns, {"": body}, table["note"], table["setting"])
