@@ -170,6 +170,15 @@ def test_crossing():
     assert costs.crossing([(1, 1.0), (2, 2.0)], [(1, 2.0), (2, 3.0)]) is None
 
 
+def test_growth_needs_three_lengths_and_says_how_many_it_used():
+    points = [(n, 3.0 * n**1.5) for n in (1, 2, 4, 8, 16, 32)]
+    assert costs.growth(points) == (pytest.approx(1.5), 4)
+    assert costs.growth(points[:3]) == (pytest.approx(1.5), 3)
+    assert costs.growth(points[:2]) is None and costs.growth([(8, 1.0)] * 3) is None
+    mixed = [(1, 1e6), (2, 1e6), *((n, float(n)) for n in (64, 128, 256, 512))]
+    assert costs.growth(mixed) == (pytest.approx(1.0), 4)  # the longest count
+
+
 def test_an_exponent_is_shown_with_its_lengths_and_two_give_none():
     def growths(*lengths) -> list[tuple[str, str]]:
         table = tables.cost("", [cost(length=n, ms=0.01 * n**1.5) for n in lengths])

@@ -1,7 +1,8 @@
 """Time, memory and cache against length: which rows belong together, how they grow, where they cross."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from statistics import linear_regression
 from typing import NamedTuple
 
 from ..results import Cost
@@ -9,6 +10,8 @@ from .cells import OURS, THEIRS, Measured
 from .chart import Points
 from .style import digits, looks, mib, name, times
 
+FITTED = 4  # the longest lengths, to which an exponent is fitted
+FEWEST = 3  # two points lie on a line whatever they are
 CONTENDED = "†"
 CONTENDED_NOTE = f"{CONTENDED} measured while other processes took part of the machine: slower than it is."
 
@@ -71,6 +74,19 @@ def mixers(rows: list[Cost]) -> list[str]:
 def points(rows: list[Cost], mixer: str, kind: Kind = TIME) -> Points:
     found = [(row.length, kind.read(row)) for row in rows if row.mixer == mixer]
     return sorted((length, value) for length, value in found if value)
+
+
+class Fit(NamedTuple):
+    exponent: float
+    lengths: int  # that it was fitted to
+
+
+def growth(points: Iterable[tuple[float, float]]) -> Fit | None:
+    """The exponent b of cost ~ length^b over the longest lengths, by least squares; None below three."""
+    logs = [(math.log(n), math.log(cost)) for n, cost in sorted(points)[-FITTED:] if n > 0 and cost > 0]
+    if len({x for x, _ in logs}) < FEWEST:
+        return None
+    return Fit(linear_regression(*zip(*logs)).slope, len(logs))
 
 
 def crossing(a: Points, b: Points) -> tuple[float, float] | None:

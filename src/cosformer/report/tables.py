@@ -5,7 +5,7 @@ from collections.abc import Callable
 from importlib import resources
 from typing import Any
 
-from ..results import Cost, Exactness, Quality, Shared, growth
+from ..results import Cost, Exactness, Quality, Shared
 from . import costs
 from .cells import TIE, Cell, Experiment, Measured, change, span, verdict
 from .style import NOTHING, count, digits, ident, looks, metric_name, name, percent, score, times
@@ -161,7 +161,7 @@ def cost(caption: str, rows: list[Cost], *only: costs.Kind) -> Table:
         columns += [Column(f"{n:,}", group, "least") for n in lengths]
         for mixer, entries in body.items():
             entries += [_cost(kind, at.get((mixer, n)), contest.theirs.get(n)) for n in lengths]
-        fits = {mixer: growth(costs.points(rows, mixer, kind)) for mixer in body}
+        fits = {mixer: costs.growth(costs.points(rows, mixer, kind)) for mixer in body}
         if any(fits.values()):
             columns.append(Column("growth (lengths fitted)", group, "least"))
             for mixer, fit in fits.items():
