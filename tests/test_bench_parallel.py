@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-import pytest
-
-from cosformer import bench
-from cosformer.report import parallel
+from cosformer import bench, report
+from cosformer.report import tables
+from cosformer.report.cells import Measured
 from cosformer.results import Machine, Shared, of, read
 
 ROOT = Path(__file__).parents[1]
@@ -23,37 +22,22 @@ def test_it_measures_processes_that_share_a_sequence(tmp_path, capsys):
     for row in rows:
         assert all(0 < share < 1 for share in (row.waiting, row.messages, row.scan, row.states))
         assert row.ms_at_once > 0 and row.memory_mib > 100
-    assert "130 tokens, 2 process(es)" in capsys.readouterr().out
+    assert "130     2          " in capsys.readouterr().out
     assert "2 processes" in picture.read_text()
 
 
 def invented(processes, length, **more):
     given = {"mixer": "cosformer", "size": "small", "ms": 2e3 * length / processes, "memory_mib": 400.0}
-    given |= {
-        "sent_bytes": 100,
-        "waiting": 0.02,
-        "messages": 0.08,
-        "scan": 0.001,
-        "states": 0.05,
-        "waited": 0.0,
-    }
+    given |= {"sent_bytes": 100, "waiting": 0.02, "messages": 0.08, "scan": 0.001, "states": 0.05}
     return Shared(processes=processes, length=length, **{**given, **more})
 
 
-def test_the_table():
-    rows = [
-        invented(2, 64),
-        invented(1, 64, waiting=0.0, messages=0.0),
-        invented(2, 64, ms=1500.0, waited=0.5),
-    ]
-    lines = parallel.table(rows).splitlines()
-    assert lines[2] == "| 64 | 1 | 128.00 |  |  |  |  | 400 MiB |"
-    assert lines[3] == "| 64 | 2 | 1.50† | 2.0% | 75% | 0.10% | 5.0% | 400 MiB |"
-    assert lines[-1].startswith("† measured while other processes")
-    with pytest.raises(ValueError, match="no rows of `cosformer bench --parallel`"):
-        parallel.table([])
-    with pytest.raises(ValueError, match="the page has no place"):
-        parallel.fill("a page", rows)
+def test_the_tables():
+    two = invented(2, 64, ms=1500.0, waited=0.5, ms_at_once=2e3)
+    time, memory, shares = tables.speeds(Measured([two, invented(1, 64, waiting=0.0, messages=0.0)]))
+    assert time.markdown().splitlines()[2:] == ["| 1 process | 128,000 |", "| 2 processes | 1,500 † |"]
+    assert memory.markdown().splitlines()[2:] == ["| 1 process | 400 |", "| 2 processes | 400 |"]
+    assert shares.markdown().splitlines()[2:] == ["| 64 | 2 | 2.0% | 75% | 0.10% | 5.0% | 1.50 | 2.00 |"]
 
 
 def test_the_page_and_its_picture_are_of_the_committed_rows(tmp_path):
@@ -61,6 +45,7 @@ def test_the_page_and_its_picture_are_of_the_committed_rows(tmp_path):
     assert of(rows, Machine) and {row.processes for row in of(rows, Shared)} == {1, 2, 4}
     picture, page = tmp_path / "parallel.svg", tmp_path / "parallel.md"
     page.write_text(PAGE.read_text())
-    parallel.main([str(ROWS), str(picture), str(page)])
+    report.plot(rows, picture)
+    report.main([str(ROWS), "--page", str(page)])
     assert picture.read_text() == PICTURE.read_text()
     assert page.read_text() == PAGE.read_text()

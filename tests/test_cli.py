@@ -7,8 +7,7 @@ import pytest
 
 import cosformer
 from cosformer import __main__ as cli
-from cosformer import info
-from cosformer.bench import command
+from cosformer import bench, info
 
 
 def said(capsys, monkeypatch, *argv: str) -> str:
@@ -61,11 +60,11 @@ def test_info_has_help_and_takes_nothing_else(capsys, monkeypatch):
 
 
 def test_every_bench_option_has_help_and_its_default():
-    for action in command.parser()._actions:
+    for action in bench.parser()._actions:
         assert action.help, action.option_strings
         silent = action.default in (None, False, "==SUPPRESS==")
         assert silent or "(default: " in action.help, f"{action.option_strings[0]} does not say its default"
-    command.parser().format_help()  # every % is a field argparse knows
+    bench.parser().format_help()  # every % is a field argparse knows
 
 
 def test_a_missing_library_is_named_with_what_brings_it(monkeypatch):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from cosformer import compare, reference, tasks
-from cosformer.compare import budget, command, comparison, looks, plan, quality
+from cosformer.compare import budget, comparison, looks, plan, quality
 from cosformer.compare.comparison import Comparison
 from cosformer.compare.quality import Cell
 from cosformer.results import Cost, Exactness, Machine, Picture, Positions, Quality, Run, Search, of, read
@@ -389,7 +389,7 @@ def test_bad_arguments_are_refused(argv, said, tmp_path):
 
 
 def test_the_plan_is_said_before_anything_is_done(monkeypatch, capsys):
-    monkeypatch.setattr(command, "carry_out", lambda *args, **kwargs: None)
+    monkeypatch.setattr(compare, "carry_out", lambda *args, **kwargs: None)
     compare.main(["--minutes", "3", "--out", "there"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "21 cells, 3 minutes, steps sized to them; results in there"
@@ -414,7 +414,7 @@ def test_the_subjects_of_the_evidence_can_be_had():
 
 
 def test_from_the_command_to_the_report(tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "demo", lambda *args: [TOY])
+    monkeypatch.setattr(compare, "demo", lambda *args: [TOY])
     compare.main(["--subjects", "copy", "--mixers", "cosformer", "--steps", "2", "--out", str(tmp_path)])
     assert (tmp_path / "report.html").stat().st_size > 1_000
     assert "The report: " in capsys.readouterr().out

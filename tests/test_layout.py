@@ -73,17 +73,15 @@ ORDER = {
         "dryrun run",
         "cli",
     ],
-    "bench": ["exactness measure", "mixers models operators tune", "parallel", "command"],
-    "compare": ["plan", "quality", "budget looks", "comparison", "command"],
+    "bench": ["exactness measure", "mixers models operators tune", "parallel"],
+    "compare": ["plan", "quality", "budget looks", "comparison"],
     "report": [
         "heatmap style",
-        "cells chart",
+        "cells chart table",
         "costs",
-        "summary",
-        "readme tables",
+        "summary tables",
         "figures",
         "page",
-        "parallel",
     ],
 }
 ONLY_IN = {

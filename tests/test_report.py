@@ -170,20 +170,22 @@ def test_crossing():
     assert costs.crossing([(1, 1.0), (2, 2.0)], [(1, 2.0), (2, 3.0)]) is None
 
 
-def growths(*lengths) -> tuple[str, str]:
-    """The entry of a table, and the caption of a figure."""
-    rows = [cost(length=n, ms=0.01 * n**1.5) for n in lengths]
-    (column,) = [i for i, c in enumerate(tables.cost("", rows, (costs.TIME,)).columns) if "growth" in c.head]
-    entry = tables.cost("", rows, (costs.TIME,)).rows[""][0][1][column]
-    return f"{entry.text} {entry.more}", costs.growth_text(rows)
+def test_growth_needs_three_lengths_and_says_how_many_it_used():
+    points = [(n, 3.0 * n**1.5) for n in (1, 2, 4, 8, 16, 32)]
+    assert costs.growth(points) == (pytest.approx(1.5), 4)
+    assert costs.growth(points[:3]) == (pytest.approx(1.5), 3)
+    assert costs.growth(points[:2]) is None and costs.growth([(8, 1.0)] * 3) is None
+    mixed = [(1, 1e6), (2, 1e6), *((n, float(n)) for n in (64, 128, 256, 512))]
+    assert costs.growth(mixed) == (pytest.approx(1.0), 4)  # the longest count
 
 
 def test_an_exponent_is_shown_with_its_lengths_and_two_give_none():
-    assert growths(256, 512) == ("– ", "")
-    assert growths(256, 512, 1024) == (
-        "n^1.50 (3)",
-        "Fitted to the longest lengths, time grows as n^1.50 (cosFormer, 3 lengths).",
-    )
+    def growths(*lengths) -> list[tuple[str, str]]:
+        table = tables.cost("", [cost(length=n, ms=0.01 * n**1.5) for n in lengths])
+        return [(entry.text, entry.more) for entry in table.rows[""][0][1][len(lengths) :]]
+
+    assert growths(256, 512) == []
+    assert growths(256, 512, 1024) == [("n^1.50", "(3)")]
 
 
 def test_the_fastest_backend_is_shown():
@@ -221,12 +223,11 @@ def test_searches_published_figures_and_busy_machines_are_shown(page):
         ("2.002", ""),
     ]
     text = next(e for e in measured.experiments if e.row.task == "text")
-    assert [c.head for c in tables.one_task(text).columns if c.group == tables.PUBLISHED] == ["accuracy, %"]
-    assert tables.one_task(text).rows[""][0][1][-1].text == "64.0"
+    assert tables.one_task(text).rows[""][0][1][0].more == "published 64.0"
     assert "a quarter." in tables.one_task(text).note
     ((what, rows),) = costs.groups(measured, "training")
-    entries = tables.cost(what, rows, costs.KINDS["training"]).rows[""][0][1]
-    assert [entry.more for entry in entries[:3]] == ["", "†", ""]
+    entries = tables.cost(what, rows).rows[""][0][1]
+    assert [entry.more for entry in entries[:3]] == ["(0.8×)", "† (0.8×)", "(1.0×)"]
     assert costs.CONTENDED_NOTE in page
 
 
@@ -260,7 +261,7 @@ def test_scales(values):
 @pytest.mark.parametrize("name", ["finetune", "lra"])
 def test_the_papers_averages(name):
     """A slip in copying would show: the last column is the mean of the others."""
-    for model, row in tables.PAPER[name].rows.items():
+    for model, row in tables.PAPER[name]["rows"].items():
         *values, average = map(float, row.split())
         if model != "Sinkhorn":  # printed like this
             assert sum(values) / len(values) == pytest.approx(average, abs=0.011), model

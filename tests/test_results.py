@@ -1,9 +1,9 @@
-"""Results: read as they were written, refused with file and line, fitted only where that means something."""
+"""Results: read as they were written, refused with file and line."""
 
 import pytest
 
 from cosformer import results
-from cosformer.results import Cost, Picture, Quality, ResultsError, growth, latest, read
+from cosformer.results import Cost, Picture, Quality, ResultsError, latest, read
 
 COST = Cost(what="model", work="training", mixer="softmax", causal=True, length=512, ms=3.0, ms_low=2.5)
 PICTURE = Picture(subject="lm", mixer="relu", layer=1, matrix=[[1.0, None], [0.5, 0.5]], tokens=["a", "é"])
@@ -78,15 +78,6 @@ def test_control_characters_do_not_reach_a_page_or_a_terminal(tmp_path):
     path = tmp_path / "results.jsonl"
     results.Writer(path).add(changed(QUALITY, title="a\x1b[31mb\ud800"))
     assert read(path)[0].title == "a [31mb "
-
-
-def test_growth_needs_three_lengths_and_says_how_many_it_used():
-    points = [(n, 3.0 * n**1.5) for n in (1, 2, 4, 8, 16, 32)]
-    assert growth(points) == (pytest.approx(1.5), 4)
-    assert growth(points[:3]) == (pytest.approx(1.5), 3)
-    assert growth(points[:2]) is None and growth([(8, 1.0)] * 3) is None
-    mixed = [(1, 1e6), (2, 1e6), *((n, float(n)) for n in (64, 128, 256, 512))]
-    assert growth(mixed) == (pytest.approx(1.0), 4)  # the longest count
 
 
 def test_learned_is_two_standard_errors_above_the_most_frequent_answer():

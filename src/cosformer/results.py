@@ -11,12 +11,9 @@ import typing
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from statistics import linear_regression
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 CONTENDED = 0.1  # share of the time; above it, a speed is that of a machine busy with something else
-FITTED = 4  # the longest lengths, to which an exponent is fitted
-FEWEST = 3  # two points lie on a line whatever they are
 
 Status = Literal["done", "refused", "failed"]  # refused: the mixer cannot do it; failed: training broke off
 
@@ -95,7 +92,7 @@ class Quality(Trained):
 
     kind = "quality"
     about = ("subject", "mixer", "seed", "size", "length", "steps")
-    group: str  # the part of the report: lm, finetune, lra, recall, seq2seq, toy, study
+    group: str  # the part of the report: lm, finetune, lra, recall, seq2seq, toy
     task: str
     title: str
     data: str  # in words
@@ -114,7 +111,7 @@ class Quality(Trained):
     parameters: int | None = None
     tokens: int | None = None
     tokens_per_second: float | None = None
-    waited: float | None = None  # as in Cost
+    waited: float | None = None  # as in Timed
 
     @property
     def learned(self) -> bool | None:
@@ -149,7 +146,18 @@ class Positions(Row):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cost(Row):
+class Timed(Row):
+    """What is known of any work that was timed."""
+
+    ms: float  # the median of the samples
+    ms_low: float | None = None  # the middle half of the samples
+    ms_high: float | None = None
+    samples: int | None = None
+    waited: float | None = None  # share of the time that threads were ready to run but another process ran
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost(Timed):
     """Time and memory of one piece of work, batch 1."""
 
     kind = "cost"
@@ -159,16 +167,11 @@ class Cost(Row):
     mixer: str  # of operators: cosformer-paper, cosformer (a decay for each position), softmax, published
     causal: bool
     length: int  # of the sequence; for decoding, of the context before the token
-    ms: float  # the median of the samples
     backend: str | None = None  # of operators of ours
     heads: int | None = None
     head_dim: int | None = None
     size: str | None = None  # of models, as in Quality
     dtype: str = "float32"
-    ms_low: float | None = None  # the middle half of the samples
-    ms_high: float | None = None
-    samples: int | None = None
-    waited: float | None = None  # share of the time that threads were ready to run but another process ran
     memory_mib: float | None = None  # that the work adds to the peak
     cache_bytes: int | None = None  # after the context
     gflops: float | None = None  # a second, of the arithmetic that linear attention needs
@@ -176,15 +179,18 @@ class Cost(Row):
     error: float | None = None  # the largest difference from the definition
 
     @property
-    def tokens_per_second(self) -> float:
-        return 1e3 * (1 if self.work == "decoding" else self.length) / self.ms
+    def share(self) -> float | None:
+        """Of the machine's limit; of our operators alone, since the arithmetic is theirs."""
+        if self.backend is None or self.work == "decoding" or not (self.gflops and self.limit_gflops):
+            return None
+        return self.gflops / self.limit_gflops
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shared(Row):
+class Shared(Timed):
     """A training step of one sequence that several processes hold together, batch 1, one thread each.
 
-    Shares are of the step's time, as means over the processes.
+    Shares are of the step's time, as means over the processes; time is that of the slowest.
     """
 
     kind = "shared"
@@ -193,7 +199,6 @@ class Shared(Row):
     processes: int
     length: int  # of the whole sequence
     size: str
-    ms: float  # of the slowest process, the median of the samples
     memory_mib: float  # the peak of the largest process, all of it
     sent_bytes: int  # by the first process, in a step
     waiting: float  # share in which a process had nothing to do but wait for a message
@@ -201,10 +206,6 @@ class Shared(Row):
     scan: float  # share of combining the states of all processes
     states: float  # share of making, reading and differentiating states, which one process need not
     ms_at_once: float | None = None  # where every message is waited for at once: nothing beside it
-    ms_low: float | None = None
-    ms_high: float | None = None
-    samples: int | None = None
-    waited: float | None = None  # as in Cost
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -237,19 +238,6 @@ class Picture(Row):
 ROWS: list[type[Row]] = [Machine, Run, Quality, Search, Positions, Cost, Exactness, Picture, Shared]
 KINDS = {kind.kind: kind for kind in ROWS}
 R = TypeVar("R", bound=Row)
-
-
-class Fit(NamedTuple):
-    exponent: float
-    lengths: int  # that it was fitted to
-
-
-def growth(points: Iterable[tuple[float, float]]) -> Fit | None:
-    """The exponent b of cost ~ length^b over the longest lengths, by least squares; None below three."""
-    logs = [(math.log(n), math.log(cost)) for n, cost in sorted(points)[-FITTED:] if n > 0 and cost > 0]
-    if len({x for x, _ in logs}) < FEWEST:
-        return None
-    return Fit(linear_regression(*zip(*logs)).slope, len(logs))
 
 
 def of(rows: Iterable[Row], kind: type[R]) -> list[R]:
@@ -308,6 +296,11 @@ class Writer:
             os.fsync(file.fileno())
         self.rows.append(row)
 
+    def add_once(self, row: Row) -> None:
+        """Append the row unless there is one about the same thing."""
+        if row.key not in {known.key for known in self.rows}:
+            self.add(row)
+
     def has(self, kind: type[Row], **values: Any) -> bool:
         """Whether there is a row of this kind with these values."""
         return any(all(getattr(row, k) == v for k, v in values.items()) for row in of(self.rows, kind))
@@ -349,10 +342,9 @@ def _fits(value: Any, hint: Any) -> bool:
         return any(_fits(value, arg) for arg in args)
     if origin is Literal:
         return value in args
-    if origin is list:
-        return isinstance(value, list) and all(_fits(item, args[0]) for item in value)
-    if origin is dict:
-        return isinstance(value, dict) and all(_fits(item, args[1]) for item in value.values())
+    if origin in (list, dict):
+        items = value.values() if isinstance(value, dict) else value
+        return isinstance(value, origin) and all(_fits(item, args[-1]) for item in items)
     if isinstance(value, bool):
         return hint is bool
     if hint is float:

@@ -1,6 +1,7 @@
 """How things are measured: in turns, with a watch on other processes, peak memory from fresh processes."""
 
 import importlib
+import multiprocessing
 import os
 import platform
 import resource
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import suppress
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,7 +20,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 
 from .. import __version__
-from ..results import CONTENDED, Cost, Machine
+from ..results import CONTENDED, Machine, Row
 
 LEAST = 3  # samples of every work
 Key = TypeVar("Key", bound=Hashable)
@@ -116,11 +118,11 @@ def timing(samples: list[Sample]) -> dict[str, Any]:
     return {"ms": middle, "ms_low": low, "ms_high": high, "samples": len(kept), "waited": round(waited, 4)}
 
 
-def disturbance(rows: Iterable[Cost]) -> str:
+def disturbance(rows: Iterable[Row]) -> str:
     """What the terminal says of times taken while other processes ran."""
     rows = list(rows)
     if bad := [row for row in rows if row.contended]:
-        worst = max(row.waited or 0.0 for row in bad)
+        worst = max(getattr(row, "waited", 0.0) for row in bad)
         return (
             f"{len(bad)} of {len(rows)} times were taken while other processes ran (threads waited up to"
             f" {worst:.0%} of the time); they are marked contended and are not to be trusted"
@@ -128,16 +130,31 @@ def disturbance(rows: Iterable[Cost]) -> str:
     return f"no time was disturbed by other processes (threads waited less than {CONTENDED:.0%} of the time)"
 
 
+def measured(
+    module: str, cases: list[dict[str, Any]], *, seconds: float, memory: bool, say: Say
+) -> list[dict[str, Any]]:
+    """The fields of `results.Cost` that `module.prepare(case)()` takes, for each case: time, peak memory."""
+    prepare = importlib.import_module(module).prepare
+    works = {f"training {case['mixer']} at {case['length']:,}": prepare(case) for case in cases}
+    timed = in_turns(works, seconds=seconds, say=say)
+    say(f"peak memory of {', '.join(works)}")
+    peaks = peak_memories(module, cases) if memory else [None] * len(cases)
+    return [{**fields, "memory_mib": mib} for fields, mib in zip(timed.values(), peaks, strict=True)]
+
+
 def peak_memories(module: str, cases: list[dict[str, Any]]) -> list[float | None]:
     """MiB that `module.prepare(case)()` adds to a process's peak, for each case; None if it did not finish.
 
     One process imports what they need, and each case runs in a fork of it.
     """
-    names = f"{module!r}, {cases!r}, {torch.get_num_threads()}"
-    code = f"from cosformer.bench import measure; measure._print_peak_memories({names})"
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    found = {int(number): float(mib) for number, mib in (line.split() for line in run.stdout.splitlines())}
-    return [found.get(number) for number in range(len(cases))]
+    server = multiprocessing.get_context("forkserver")
+    server.set_forkserver_preload([module])
+    found: list[float | None] = []
+    for case in cases:
+        with ProcessPoolExecutor(1, mp_context=server) as fresh:
+            added = fresh.submit(_added_peak, module, case, torch.get_num_threads())
+            found.append(None if added.exception() else added.result())
+    return found
 
 
 def device_memories(module: str, cases: list[dict[str, Any]]) -> list[float | None]:
@@ -153,18 +170,9 @@ def device_memories(module: str, cases: list[dict[str, Any]]) -> list[float | No
     return found
 
 
-def _print_peak_memories(module: str, cases: list[dict[str, Any]], threads: int) -> None:
+def _added_peak(module: str, case: dict[str, Any], threads: int) -> float:
+    torch.set_num_threads(threads)
     prepare = importlib.import_module(module).prepare
-    for number, case in enumerate(cases):
-        # This process has computed nothing yet, so it has no threads that a fork would lose.
-        if (child := os.fork()) == 0:
-            torch.set_num_threads(threads)
-            print(number, _added_peak(prepare, case), flush=True)
-            os._exit(0)
-        os.waitpid(child, 0)
-
-
-def _added_peak(prepare: Callable[[dict], Work], case: dict[str, Any]) -> float:
     prepare({**case, "length": 64})()  # code, thread pools and libraries are not the operator's memory
     work = prepare(case)
     before = _peak(reset=True)

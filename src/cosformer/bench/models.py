@@ -18,9 +18,8 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
 from ..hf import CosformerConfig, CosformerForCausalLM
 from ..hf.sizes import Size
-from ..mixers import pattern
 from ..results import Cost
-from .measure import Say, Work, in_turns, peak_memories
+from .measure import Say, Work, in_turns, measured
 
 MIXERS = ["cosformer", "cosformer-paper", "softmax+rope"]
 LENGTHS = [1024, 4096, 16384]
@@ -77,12 +76,11 @@ def training(
 ) -> list[Cost]:
     """Rows of training cost at one length; the mixers take turns."""
     cases: list[dict[str, Any]] = [{"mixer": m, "length": length, "size": asdict(size)} for m in mixers]
-    works = {case["mixer"]: prepare(case) for case in cases}
-    timed = in_turns(works, seconds=seconds, say=lambda text: say(f"training at {length:,}, {text}"))
-    say(f"peak memory of training at {length:,}")
-    peaks = peak_memories(__name__, cases) if memory else [None] * len(cases)
+    found = measured(
+        __name__, cases, seconds=seconds, memory=memory, say=lambda text: say(f"training: {text}")
+    )
     row = partial(Cost, what="model", work="training", causal=True, length=length, size=str(size))
-    return [row(mixer=m, **timed[m], memory_mib=mib) for m, mib in zip(mixers, peaks, strict=True)]
+    return [row(mixer=mixer, **fields) for mixer, fields in zip(mixers, found, strict=True)]
 
 
 def decoding(mixers: list[str], context: int, *, size: Size, seconds: float, say: Say) -> list[Cost]:
@@ -156,11 +154,6 @@ def cache_bytes(cache: DynamicCache) -> int:
 def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
     """Training steps, then decoding after each context."""
     mixers = args.models or MIXERS
-    for mixer in mixers:
-        try:
-            pattern(mixer)
-        except ValueError as error:
-            raise SystemExit(f"bench: {error}") from None
     lengths, contexts = args.lengths or LENGTHS, CONTEXTS[:1] if args.quick else CONTEXTS
     for length in lengths:
         seconds = args.seconds / len(lengths)
@@ -170,32 +163,12 @@ def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
         yield from decoding(decoders, context, size=SIZE, seconds=args.seconds / len(contexts), say=say)
 
 
-def summary(rows: list[Cost]) -> str:
-    """Each model's speed over softmax's at each length, and its slow-down with the context."""
-    lines = []
-    rates = {(r.mixer, r.length): r.tokens_per_second for r in rows if r.work == "training"}
-    for (mixer, length), rate in rates.items():
-        softmax = rates.get(("softmax+rope", length))
-        ratio = f"  {rate / softmax:.2f}x softmax" if softmax and mixer != "softmax+rope" else ""
-        lines.append(f"training, length {length:>6}: {mixer:<20} {rate:>8,.0f} tokens/s{ratio}")
-    decoded = [row for row in rows if row.work == "decoding"]
-    rates = {(r.mixer, r.length): r.tokens_per_second for r in decoded}
-    speed = bandwidth() if decoded else 0.0
-    bounds = {mixer: speed / bytes_read(mixer, 64, SIZE) for mixer in dict.fromkeys(r.mixer for r in decoded)}
-    for row in decoded:
-        rate, softmax, held = row.tokens_per_second, rates.get(("softmax+rope", row.length)), row.cache_bytes
-        said = f"{row.ms:.2f} ms/token, {rate:,.0f} tokens/s, {rate / bounds[row.mixer]:.2f} of the bound"
-        if softmax and row.mixer != "softmax+rope":
-            said += f", {rate / softmax:.2f}x softmax"
-        lines.append(
-            f"decoding after {row.length:>6}: {row.mixer:<20} {said}, {(held or 0) / 2**20:.2f} MiB of cache"
-        )
-    for mixer, bound in bounds.items():
-        said = f"{bound:,.0f} tokens/s, its weights read once at {speed / 1e9:.1f} GB/s"
-        lines.append(f"bound of decoding:     {mixer:<20} {said}")
-    for mixer in dict.fromkeys(row.mixer for row in decoded):
-        first, last = (next(r for r in order if r.mixer == mixer) for order in (decoded, decoded[::-1]))
-        if first is not last:
-            ratio = f"{last.ms / first.ms:.2f}x the time"
-            lines.append(f"decoding after {last.length} / {first.length}: {mixer:<20} {ratio}")
-    return "\n".join(lines)
+def notes(rows: list[Cost]) -> list[str]:
+    """The bound of decoding, for each model."""
+    decoders = dict.fromkeys(row.mixer for row in rows if row.work == "decoding")
+    speed, said = bandwidth() if decoders else 0.0, []
+    for mixer in decoders:
+        least = 1e3 * bytes_read(mixer, 64, SIZE) / speed
+        read_once = f"its weights read once at {speed / 1e9:.1f} GB/s"
+        said.append(f"bound of decoding: {mixer} {least:.2f} ms a token, {read_once}")
+    return said

@@ -24,7 +24,6 @@ NAMES = ("cosformer-paper", "cosformer", "softmax", "published", "fla")
 OURS = ("cosformer-paper", "cosformer")  # without decay, and with one rate for each head and position
 DECAYED = ("cosformer", "fla")
 LENGTHS = [256, 512, 1024, 2048, 4096, 16384]
-WORK = {"forward": "forward", "training": "forward + backward", "decoding": "decoding one token"}
 DECODED_AFTER = (100, 100_000)  # tokens
 
 
@@ -238,39 +237,10 @@ def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
         yield row(**asdict(case), **timed[case], error=errors.get(kind(case)), memory_mib=memory.get(case))
 
 
-def summary(rows: list[Cost]) -> str:
-    """The largest differences from the definition, the machine's limit, and a table for each kind of work."""
+def notes(rows: list[Cost]) -> list[str]:
+    """The largest differences from the definition."""
     found: dict[str, float] = {}
     for row in rows:
         if row.error is not None and row.dtype == "float32":
             found[name_of(row)] = max(found.get(name_of(row), 0.0), row.error)
-    lines = [f"largest difference from the definition, {n}, float32: {e:.1e}" for n, e in found.items()]
-    lines.append(f"the machine's batched matrix product: {rows[0].limit_gflops:.0f} GFLOP/s")
-    tables: dict[tuple, list[Cost]] = {}
-    for row in rows:
-        tables.setdefault((row.work, row.causal, row.head_dim, row.dtype), []).append(row)
-    for (work, causal, head_dim, dtype), mine in sorted(tables.items()):
-        mode = "causal" if causal else "bidirectional"
-        lines += ["", f"{WORK[work]}, {mode}, head size {head_dim}, {dtype}"]
-        names = list(dict.fromkeys(map(name_of, mine)))
-        lines.append(f"{'length':>8}" + "".join(f"{name:>42}" for name in names))
-        for length in sorted({row.length for row in mine}):
-            at = {name_of(row): row for row in mine if row.length == length}
-            cells = [_cell(at.get(name), at.get("softmax")) for name in names]
-            lines.append(f"{length:>8}" + "".join(f"{cell:>42}" for cell in cells))
-    return "\n".join(lines)
-
-
-def _cell(row: Cost | None, softmax: Cost | None) -> str:
-    if row is None:
-        return "-"
-    notes = []
-    if softmax is not None and row is not softmax:
-        notes.append(f"{softmax.ms / row.ms:.1f}x")
-    if row.mixer in OURS and row.work != "decoding" and row.gflops and row.limit_gflops:
-        notes.append(f"{row.gflops / row.limit_gflops:.0%} of limit")
-    if row.memory_mib is not None:
-        notes.append(f"{row.memory_mib:.0f} MiB")
-    if row.contended:
-        notes.append("contended")
-    return f"{row.ms:.3g} ms" + (f" ({', '.join(notes)})" if notes else "")
+    return [f"largest difference from the definition, {n}, float32: {e:.1e}" for n, e in found.items()]

@@ -176,16 +176,3 @@ def run(args: argparse.Namespace, say: Say) -> Iterator[Shared]:
         for processes in args.parallel or PROCESSES:
             say(f"{length:,} tokens, {processes} process(es)")
             yield measured(processes, length, size=SIZE, steps=max(LEAST, min(16, 2**17 // length)))
-
-
-def summary(rows: list[Shared]) -> str:
-    lines = []
-    for row in rows:
-        line = f"{row.length:>8,} tokens, {row.processes} process(es): {row.ms:>8,.0f} ms"
-        line += f", {row.memory_mib:,.0f} MiB a process"
-        if row.processes > 1:
-            line += f"; waiting {row.waiting:.1%}, scan {row.scan:.2%}, states {row.states:.1%} of the step"
-        if row.ms_at_once is not None:
-            line += f"; {row.ms_at_once:,.0f} ms where each message is waited for at once"
-        lines.append(line)
-    return "\n".join(lines)

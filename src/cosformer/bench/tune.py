@@ -2,8 +2,6 @@
 
 import argparse
 import itertools
-import statistics
-import time
 from collections.abc import Callable, Iterator
 
 import torch
@@ -12,7 +10,7 @@ from ..ops import cosformer_attention
 from ..ops.operator import backend_problem
 from ..ops.triton import blocks
 from ..ops.triton.blocks import Blocks, Row, Tiles
-from .measure import Say
+from .measure import Say, Work, in_turns
 
 ROWS, HEADS, LENGTH = 4, 16, 4096
 TILES = [Tiles(*choice) for choice in itertools.product((32, 64), (32, 64), (4, 8), (1, 2))]
@@ -64,27 +62,19 @@ def _tried(row: Row, measure: Callable[[], float]) -> float:
         return float("inf")
 
 
-def training_step(size: int, dtype: torch.dtype) -> Callable[[], object]:
+def training_step(size: int, dtype: torch.dtype) -> Work:
     """Forward and backward of causal attention with gated decay."""
     leaves = [torch.randn(ROWS, LENGTH, HEADS, size).to(dtype).transpose(1, 2) for _ in range(4)]
     q, k, v, dout = (x.requires_grad_() for x in leaves)
     rates = torch.rand(ROWS, HEADS, LENGTH).requires_grad_()
 
-    def step() -> object:
+    def step() -> None:
         out = cosformer_attention(q, k, v, causal=True, decay=rates, backend="triton")
-        return torch.autograd.grad(out, (q, k, v, rates), dout)
+        torch.autograd.grad(out, (q, k, v, rates), dout)
+        torch.cuda.synchronize()
 
     return step
 
 
-def seconds(step: Callable[[], object], calls: int = 10) -> float:
-    """Of one call, the median of five samples after warming up."""
-    taken = []
-    for _ in range(6):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        for _ in range(calls):
-            step()
-        torch.cuda.synchronize()
-        taken.append((time.perf_counter() - start) / calls)
-    return statistics.median(taken[1:])
+def seconds(step: Work) -> float:
+    return in_turns({"step": step}, seconds=0.2)["step"]["ms"] / 1e3

@@ -2,8 +2,6 @@
 
 import itertools
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 
 import torch
 
@@ -58,26 +56,3 @@ def steps_that_fit(subject: Subject, seconds: list[float], budget: float) -> int
     """
     fit = [n for n in STEPS if sum(cell_seconds(subject, each, n) for each in seconds) <= budget]
     return min(max(fit, default=STEPS[0]), subject.most_steps)
-
-
-class Pace:
-    """How the time there is for training is being spent."""
-
-    def __init__(self, end: float):
-        self.end, self.expected, self.spent = end, 0.0, 0.0
-
-    @property
-    def left(self) -> float:
-        return self.end - time.perf_counter()
-
-    @property
-    def slower(self) -> float:
-        """Than expected, by the cells done."""
-        return max(1.0, self.spent / self.expected) if self.expected else 1.0
-
-    @contextmanager
-    def over(self, expected: float) -> Iterator[None]:
-        begun = time.perf_counter()
-        yield
-        self.spent += time.perf_counter() - begun
-        self.expected += expected

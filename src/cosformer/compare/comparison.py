@@ -36,10 +36,13 @@ class Comparison:
         self.begun = time.perf_counter() if begun is None else begun
         self.board = Board()
         self.results = Writer(out / "results.jsonl")
-        here = measure.machine(transformers=transformers_version)
-        if here.key not in {row.key for row in self.results.rows}:
-            self.results.add(here)
-        self.pace = budget.Pace(self.begun + 60 * minutes - budget.CLOSING if minutes else math.inf)
+        self.results.add_once(measure.machine(transformers=transformers_version))
+        self.end_of_training = self.begun + 60 * (minutes or math.inf) - budget.CLOSING
+        self.expected = self.spent = 0.0  # seconds of the cells done
+
+    @property
+    def left(self) -> float:
+        return self.end_of_training - time.perf_counter()
 
     def measure(self, mixers: list[str], lengths: list[int]) -> None:
         """What is not training: exactness and cost, each where it is missing."""
@@ -87,12 +90,13 @@ class Comparison:
     def train_subject(self, subject: Subject, todo: list[Cell], *, weight: float, steps: int | None) -> None:
         """The subject's cells; without given steps they get `weight` of the time that is left."""
         seconds: dict[str, float] = {}
+        slower = max(1.0, self.spent / self.expected) if self.expected else 1.0
         for cell in todo:
             if cell.mixer not in seconds:
                 measure.say(f"{subject.name}: preparing {subject.data}, timing a step of {cell.mixer}")
-                seconds[cell.mixer] = budget.seconds_a_step(cell) * self.pace.slower
+                seconds[cell.mixer] = budget.seconds_a_step(cell) * slower
         each = [seconds[cell.mixer] for cell in todo]
-        steps = self.steps_of(subject, steps, each, self.pace.left * weight)
+        steps = self.steps_of(subject, steps, each, self.left * weight)
         expected = [budget.cell_seconds(subject, step, steps) for step in each]
         plan = f"{len(todo)} cells of {steps:,} steps, about {clock(sum(expected))}"
         self.board.done(f"{subject.name}: {plan}")
@@ -100,10 +104,12 @@ class Comparison:
             what = f"[{number + 1}/{len(todo)}] {cell}"
             after = sum(expected[number + 1 :])
             if self.minutes:
-                after = max(0.0, self.pace.left - expected[number])
+                after = max(0.0, self.left - expected[number])
             self.board.begin(what, expected[number], after, of="" if self.minutes else f" of {subject.name}")
-            with self.pace.over(expected[number]):
-                row = trained(cell, steps, self.rate_of(cell, steps), self.board)
+            begun = time.perf_counter()
+            row = trained(cell, steps, self.rate_of(cell, steps), self.board)
+            self.spent += time.perf_counter() - begun
+            self.expected += expected[number]
             self.results.add(row)
             self.board.done(f"{what}: {said(row)}")
             self.look_at(subject)

@@ -1,15 +1,45 @@
 """cosformer report: from rows of results to tables, charts and one HTML page; without torch."""
 
 import argparse
+import textwrap
+from collections.abc import Iterable
 from pathlib import Path
 
-from ..results import read
+from ..results import Row, read
+from . import costs, tables
+from .cells import Measured
 from .heatmap import draw as matrices
 from .page import plot, write_page
-from .readme import BEGIN, END, fill, numbers
-from .summary import terminal_summary
+from .summary import paragraphs
 
-__all__ = ["BEGIN", "END", "main", "matrices", "numbers", "plot", "terminal_summary", "write_page"]
+__all__ = ["main", "matrices", "numbers", "plot", "terminal_speeds", "terminal_summary", "write_page"]
+
+BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
+
+
+def numbers(rows: Iterable[Row]) -> str:
+    """What a Markdown page says of the rows: the comparison, or else what was timed."""
+    measured = Measured(rows)
+    if (table := tables.verdicts(measured)) is not None:
+        return "\n\n".join([*paragraphs(measured), table.markdown()])
+    said = [f"Measured on {costs.where(measured)}."] if measured.machines else []
+    for table in tables.speeds(measured):
+        said += [f"{table.caption}:", table.markdown(), table.note]
+    return "\n\n".join(filter(None, said))
+
+
+def terminal_summary(rows: Iterable[Row]) -> str:
+    """The summary of the page: its paragraphs, and a line for each task."""
+    measured = Measured(rows)
+    said = [textwrap.fill(text, 100) for text in paragraphs(measured)]
+    table = tables.verdicts(measured)
+    return "\n\n".join(said + ([table.text()] if table else []))
+
+
+def terminal_speeds(rows: Iterable[Row]) -> str:
+    """All that was timed."""
+    found = tables.speeds(Measured(rows))
+    return "\n\n".join("\n".join(filter(None, [t.caption, t.text(), t.note])) for t in found)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -42,7 +72,8 @@ def write(args: argparse.Namespace) -> None:
         print(terminal_summary(rows))
         print(f"\n{args.html}" + (f", and figures in {args.plots}" if args.plots else ""))
         return
-    text = args.page.read_text(encoding="utf-8")
-    if BEGIN not in text or END not in text:
+    before, begun, rest = args.page.read_text(encoding="utf-8").partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not (begun and ended):
         raise ValueError(f"{args.page} has no place for tables; put {BEGIN} and {END} where they belong")
-    args.page.write_text(fill(text, rows), encoding="utf-8")
+    args.page.write_text(f"{before}{BEGIN}\n{numbers(rows)}\n{END}{after}", encoding="utf-8")

@@ -4,9 +4,10 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from ..results import Cost, Exactness, Machine, Picture, Positions, Quality, Row, Run, Search, latest, of
+from .. import results
+from ..results import Quality, Row, latest, of
 from .style import NOTHING, digits, looks, name, percent, score
 
 OURS = ("cosformer", "cosformer-paper")
@@ -29,9 +30,6 @@ class Span(NamedTuple):
     low: float
     high: float
     seeds: int
-
-    def text(self, metric: str) -> str:
-        return score(metric, self.mean)
 
     def range(self, metric: str) -> str:
         """The lowest and the highest of several seeds; empty for one."""
@@ -66,6 +64,24 @@ class Cell:
         return not known or 2 * sum(known) > len(known)
 
     @property
+    def text(self) -> str:
+        """What it reached; else why it has not."""
+        if self.value:
+            return score(self.done[0].metric, self.value.mean)
+        return self.undone[-1].status
+
+    @property
+    def remarks(self) -> str:
+        """The range of its seeds, what was published for the same protocol, that it is but a guess."""
+        if not self.value:
+            return ""
+        metric, published = self.done[0].metric, self.done[0].published
+        said = [self.value.range(metric), "" if self.learned else "not learned"]
+        if published is not None:
+            said.insert(1, f"published {score(metric, published)}")
+        return "; ".join(filter(None, said))
+
+    @property
     def why_not(self) -> str:
         """Why there is no value: "refused: reason"."""
         return ": ".join(filter(None, [self.undone[-1].status, self.undone[-1].reason]))
@@ -79,20 +95,11 @@ class Experiment:
     cells: list[Cell]
 
     @property
-    def best_is(self) -> str:
-        return "most" if self.row.greater_is_better else "least"
-
-    @property
     def seeds(self) -> int:
         return max(len(cell.done) for cell in self.cells)
 
     def cell(self, mixer: str) -> Cell | None:
         return next((cell for cell in self.cells if cell.mixer == mixer), None)
-
-    def tried(self, mixers: Iterable[str]) -> list[Cell]:
-        """The cells of these mixers, in this order but for those without a value, which come last."""
-        found = [cell for mixer in mixers if (cell := self.cell(mixer))]
-        return sorted(found, key=lambda cell: cell.value is None)
 
 
 class Measured:
@@ -100,42 +107,41 @@ class Measured:
 
     def __init__(self, rows: Iterable[Row]):
         kept = latest(rows)
-        self.machines, self.runs = of(kept, Machine), of(kept, Run)
-        self.quality, self.searches, self.positions = of(kept, Quality), of(kept, Search), of(kept, Positions)
-        self.cost, self.exactness, self.pictures = of(kept, Cost), of(kept, Exactness), of(kept, Picture)
+        self.machines, self.runs = of(kept, results.Machine), of(kept, results.Run)
+        self.quality, self.searches = of(kept, Quality), of(kept, results.Search)
+        self.positions, self.pictures = of(kept, results.Positions), of(kept, results.Picture)
+        self.exactness = of(kept, results.Exactness)
+        self.shared = sorted(of(kept, results.Shared), key=lambda row: (row.length, row.processes))
+        self.cost = of(kept, results.Cost) + [_cost(row) for row in self.shared]
         self.experiments = _experiments(self.quality)
-        self.mixers = list(looks(mixer for row in kept if (mixer := getattr(row, "mixer", None))))
+        named: list[Any] = [*self.quality, *self.searches, *self.positions, *self.pictures, *self.cost]
+        self.mixers = list(looks(row.mixer for row in named))
         self.titles = {row.subject: row.title for row in self.quality}
 
     def group(self, name: str) -> list[Experiment]:
         return [e for e in self.experiments if e.row.group == name]
 
-    @property
-    def groups(self) -> list[str]:
-        return list(dict.fromkeys(e.row.group for e in self.experiments))
 
-    @property
-    def compared(self) -> list[Experiment]:
-        """The study repeats tasks to learn about parts of mixers; it is not a contest."""
-        return [e for e in self.experiments if e.row.group != "study"]
+def _cost(row: results.Shared) -> results.Cost:
+    """What a step costs that several processes share: they stand where mixers do."""
+    who = "1 process" if row.processes == 1 else f"{row.processes} processes"
+    size = f"{row.size}, one sequence over several processes"
+    names = ("length", "ms", "ms_low", "ms_high", "waited", "memory_mib")
+    known: dict[str, Any] = {name: getattr(row, name) for name in names}
+    return results.Cost(what="model", work="training", mixer=who, causal=True, size=size, **known)
 
 
 def _experiments(rows: list[Quality]) -> list[Experiment]:
-    together: dict[tuple, list[Quality]] = {}
+    together: dict[tuple, dict[str, Cell]] = {}
+    firsts: dict[tuple, Quality] = {}
     for row in rows:
-        together.setdefault((row.subject, row.size, row.length, row.steps), []).append(row)
+        about = (row.subject, row.size, row.length, row.steps)
+        firsts.setdefault(about, row)
+        cell = together.setdefault(about, {}).setdefault(row.mixer, Cell(row.mixer, [], []))
+        (cell.done if row.status == "done" else cell.undone).append(row)
     order = [*GROUPS, *(row.group for row in rows)]
-    found = [Experiment(mine[0], _cells(mine)) for mine in together.values()]
+    found = [Experiment(firsts[about], [cells[m] for m in looks(cells)]) for about, cells in together.items()]
     return sorted(found, key=lambda e: order.index(e.row.group))
-
-
-def _cells(rows: list[Quality]) -> list[Cell]:
-    cells = []
-    for mixer in looks(row.mixer for row in rows):
-        mine = [row for row in rows if row.mixer == mixer]
-        done = [row for row in mine if row.status == "done"]
-        cells.append(Cell(mixer, done, [row for row in mine if row.status != "done"]))
-    return cells
 
 
 @dataclass(frozen=True)
@@ -151,15 +157,19 @@ class Verdict:
 
 
 def verdict(e: Experiment) -> Verdict:
-    ours, theirs = e.tried(OURS), e.tried(THEIRS)
-    for cells, mixers in ((ours, OURS), (theirs, THEIRS)):
-        if not cells:
-            return Verdict(e, None, None, "not compared", f"{name(mixers[0])} not measured")
-        if cells[0].value is None:
-            return Verdict(e, None, None, "not compared", f"{name(cells[0].mixer)} {cells[0].why_not}")
+    found = []
     sign = 1 if e.row.greater_is_better else -1
-    reached = [(sign * cell.value.mean, cell) for cell in theirs if cell.value]
-    mine, other = ours[0], max(reached, key=lambda pair: pair[0])[1]  # beating the weaker would prove nothing
+    for mixers in (OURS, THEIRS):
+        cells = [cell for mixer in mixers if (cell := e.cell(mixer))]
+        reached = [cell for cell in cells if cell.value]
+        if not reached:
+            missing = f"{name(mixers[0])} not measured"
+            if cells:
+                missing = f"{name(cells[0].mixer)} {cells[0].why_not}"
+            return Verdict(e, None, None, "not compared", missing)
+        found.append(reached)
+    # Ours is the first, theirs the best: beating the weaker would prove nothing.
+    mine, other = found[0][0], max(found[1], key=lambda cell: sign * cell.value.mean if cell.value else 0.0)
     assert mine.value and other.value
     if not any(cell.learned for cell in e.cells if cell.value):
         return Verdict(e, mine, other, "not learned", NOTHING)

@@ -1,14 +1,17 @@
 """Time, memory and cache against length: which rows belong together, how they grow, where they cross."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from statistics import linear_regression
 from typing import NamedTuple
 
-from ..results import Cost, growth
+from ..results import Cost
 from .cells import OURS, THEIRS, Measured
 from .chart import Points
-from .style import digits, listed, looks, mib, name, times
+from .style import digits, looks, mib, name, times
 
+FITTED = 4  # the longest lengths, to which an exponent is fitted
+FEWEST = 3  # two points lie on a line whatever they are
 CONTENDED = "†"
 CONTENDED_NOTE = f"{CONTENDED} measured while other processes took part of the machine: slower than it is."
 
@@ -19,14 +22,21 @@ class Kind(NamedTuple):
     id: str
     title: str
     read: Callable[[Cost], float | None]
-    write: Callable[[float], str] = digits
-    best: str = "least"
 
 
 TIME = Kind("ms", "time, ms", lambda row: row.ms)
 MEMORY = Kind("memory", "peak memory, MiB", lambda row: row.memory_mib)
 CACHE = Kind("cache", "cache, MiB", lambda row: row.cache_bytes and row.cache_bytes / 2**20)
-KINDS = {"training": (TIME, MEMORY), "decoding": (TIME, CACHE)}
+WORK = {
+    "forward": "Forward of {}",
+    "training": "Training {}: forward and backward",
+    "decoding": "Decoding with {}",
+}
+
+
+def kinds(rows: list[Cost]) -> list[Kind]:
+    """Those that were measured."""
+    return [kind for kind in (TIME, MEMORY, CACHE) if any(map(kind.read, rows))]
 
 
 def groups(measured: Measured, work: str) -> Iterator[tuple[str, list[Cost]]]:
@@ -50,6 +60,12 @@ def _described(row: Cost) -> str:
     return ", ".join(filter(None, [what, "causal" if row.causal else "not causal", row.size, shape, dtype]))
 
 
+def where(measured: Measured) -> str:
+    """The machine; empty if it is not known."""
+    threads = "one thread a process" if measured.shared else "{0.threads} threads"
+    return "".join(f"{machine.cpu}, {threads.format(machine)}" for machine in measured.machines[-1:])
+
+
 def mixers(rows: list[Cost]) -> list[str]:
     """In the order in which they are shown."""
     return list(looks(row.mixer for row in rows))
@@ -60,11 +76,17 @@ def points(rows: list[Cost], mixer: str, kind: Kind = TIME) -> Points:
     return sorted((length, value) for length, value in found if value)
 
 
-def growth_text(rows: list[Cost]) -> str:
-    """The exponents, and how many lengths each was fitted to."""
-    fits = [(name(mixer), fit) for mixer in mixers(rows) if (fit := growth(points(rows, mixer)))]
-    said = [f"n^{fit.exponent:.2f} ({mixer}, {fit.lengths} lengths)" for mixer, fit in fits]
-    return f"Fitted to the longest lengths, time grows as {listed(said)}." if said else ""
+class Fit(NamedTuple):
+    exponent: float
+    lengths: int  # that it was fitted to
+
+
+def growth(points: Iterable[tuple[float, float]]) -> Fit | None:
+    """The exponent b of cost ~ length^b over the longest lengths, by least squares; None below three."""
+    logs = [(math.log(n), math.log(cost)) for n, cost in sorted(points)[-FITTED:] if n > 0 and cost > 0]
+    if len({x for x, _ in logs}) < FEWEST:
+        return None
+    return Fit(linear_regression(*zip(*logs)).slope, len(logs))
 
 
 def crossing(a: Points, b: Points) -> tuple[float, float] | None:

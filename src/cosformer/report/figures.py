@@ -11,7 +11,7 @@ from . import costs
 from .cells import Cell, Experiment, Measured, span
 from .chart import Line, Panel
 from .style import count, digits, ident, looks, metric_name, name, percent
-from .tables import Column, Entry, Lines, Table
+from .table import Column, Entry, Lines, Table
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def cost_panels(rows: list[Cost], id_: str) -> list[Panel]:
     panels = []
     place = costs.Contest(rows).crossing
     x = {"decoding": "tokens of context"}.get(rows[0].work, "length, tokens")
-    for kind in costs.KINDS[rows[0].work]:
+    for kind in costs.kinds(rows):
         curves = {mixer: costs.points(rows, mixer, kind) for mixer in costs.mixers(rows)}
         if lines := [Line(mixer, curve) for mixer, curve in curves.items() if len(curve) > 1]:
             rings = [place] if place and kind is costs.TIME else []
@@ -140,15 +140,11 @@ def cost_panels(rows: list[Cost], id_: str) -> list[Panel]:
     return panels
 
 
-def cost(what: str, rows: list[Cost], number: int) -> Figure | None:
+def cost(caption: str, rows: list[Cost], number: int) -> Figure | None:
     """What the work costs against length, on log axes."""
-    id_ = f"{rows[0].work}-{number}"
-    title, said = "Cost against length", [f"Training {what}.", costs.growth_text(rows)]
-    if rows[0].work == "decoding":
-        title, said = "Decoding", [f"Decoding with {what}: what the next token costs after a context."]
+    id_, said = f"{rows[0].work}-{number}", f"{caption}. {costs.Contest(rows).crossing_text()}"
     panels = cost_panels(rows, id_)
-    said.append(costs.Contest(rows).crossing_text())
-    return Figure(id_, title, " ".join(filter(None, said)), panels) if panels else None
+    return Figure(id_, "Cost against length", said.strip(), panels) if panels else None
 
 
 def trade(measured: Measured) -> Figure | None:

@@ -4,29 +4,24 @@ import base64
 import io
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 Matrix = Sequence[Sequence[float | None]]
 BRIGHT = 0.99  # the share of weights below the top of the scale: one bright point must not darken the rest
 
 
-class Shades(NamedTuple):
-    """The colours of a matrix: from dark to bright; around white, blue to red, where weights have signs."""
+def _shades(matrix: Any) -> tuple[dict[str, Any], str]:
+    """The colours of a matrix, for matplotlib, and where their scale is cut off.
 
-    colours: str
-    low: float
-    high: float
-    extend: str  # where the scale is cut off
-
-
-def _shades(matrix: Any) -> Shades:
+    From dark to bright; around white, blue to red, where weights have signs.
+    """
     values = [float(x) for line in matrix for x in line if x == x]
     sizes = sorted(map(abs, values))
     high = sizes[int(BRIGHT * (len(sizes) - 1))] or 1.0
     cut = sizes[-1] > high
     if min(values) < -high / 20:
-        return Shades("RdBu_r", -high, high, "both" if cut else "neither")
-    return Shades("magma", 0.0, high, "max" if cut else "neither")
+        return {"cmap": "RdBu_r", "vmin": -high, "vmax": high}, "both" if cut else "neither"
+    return {"cmap": "magma", "vmin": 0.0, "vmax": high}, "max" if cut else "neither"
 
 
 def numbers(matrix: Matrix) -> list[list[float]]:
@@ -50,8 +45,8 @@ def draw(panels: Mapping[str, Any], path: str | Path, *, title: str = "", column
     with matplotlib.rc_context({"font.size": 8, "axes.titlesize": 9, "axes.linewidth": 0.5}):
         axes = figure.subplots(rows, columns, squeeze=False)
         for axis, (name, array) in zip(axes.flat, panels.items(), strict=False):
-            colours, low, high, extend = _shades(array)
-            image = axis.imshow(array, interpolation="nearest", cmap=colours, vmin=low, vmax=high)
+            colours, extend = _shades(array)
+            image = axis.imshow(array, interpolation="nearest", **colours)
             axis.set(title=name, facecolor="0.93")
             axis.set(xticks=[0, len(array[0]) - 1], yticks=[0, len(array) - 1])
             bar = figure.colorbar(image, ax=axis, fraction=0.045, pad=0.03, extend=extend)
@@ -76,9 +71,9 @@ def data_uri(matrix: Matrix) -> str:
     from matplotlib.image import imsave
 
     values = numbers(matrix)
-    shades = _shades(values)
-    colours = matplotlib.colormaps[shades.colours].with_extremes(bad=(0, 0, 0, 0))
+    colours, _ = _shades(values)
+    colours["cmap"] = matplotlib.colormaps[colours["cmap"]].with_extremes(bad=(0, 0, 0, 0))
     file = io.BytesIO()
     same: dict[str, Any] = {"Software": None}  # the version would make the same results give other bytes
-    imsave(file, values, vmin=shades.low, vmax=shades.high, cmap=colours, format="png", metadata=same)
+    imsave(file, values, **colours, format="png", metadata=same)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

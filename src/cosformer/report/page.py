@@ -28,7 +28,6 @@ PICTURES = (
     "Queries down, keys across; bright is much weight, on a scale of its own for each matrix (red is positive"
     " and blue negative where weights have signs); blank is masked."
 )
-WORK = {"training": "Training {}: forward and backward", "decoding": "Decoding with {}"}
 MACHINE = {"cpu": "processor", "isa": "instruction set", "memory_gib": "memory, GiB"}
 Part = tables.Table | Figure | SimpleNamespace  # each has the name of its template
 Parts = list[Part | None]
@@ -63,10 +62,10 @@ def plot(rows: Iterable[Row], path: str | Path) -> None:
     if Path(path).suffix != ".svg":
         raise ValueError(f"a chart is drawn to a file whose name ends in .svg; got {path}")
     measured = Measured(rows)
-    where = "".join(f"; {machine.cpu}, {machine.threads} threads" for machine in measured.machines[-1:])
     for what, mine in costs.groups(measured, "training"):
         if panels := figures.cost_panels(mine, "cost"):
-            return write_svg(panels, Path(path), f"Training {what}{where}")
+            title = "; ".join(filter(None, [f"Training {what}", costs.where(measured)]))
+            return write_svg(panels, Path(path), title)
     raise ValueError("there is no training at two lengths among the results, so there is nothing to draw")
 
 
@@ -99,7 +98,7 @@ def _raised(text: str) -> Markup:
 
 def sections(measured: Measured) -> list[Section]:
     """All that has results, in order."""
-    others = {group: group for group in measured.groups if group not in [*GROUPS, "study"]}
+    others = {e.row.group: e.row.group for e in measured.experiments if e.row.group not in GROUPS}
     lead = _part("text", paragraphs=paragraphs(measured), kind="lead")
     pictures = [_gallery(title, rows) for title, rows in _pictures(measured).items()]
     found: list[tuple[str, str, Parts]] = [
@@ -107,7 +106,7 @@ def sections(measured: Measured) -> list[Section]:
         *((ident(group), heading, _tasks(measured, group)) for group, heading in (GROUPS | others).items()),
         ("cost", "Speed and memory", _cost(measured)),
         ("trade-off", "Quality against cost", [figures.trade(measured)]),
-        ("ablation", "Ablation", _study(measured)),
+        ("ablation", "Ablation", _ablation(measured)),
         ("rates", "Rates of learning", [tables.searches(measured)]),
         ("attention", "Attention matrices", [*pictures]),
         ("exactness", "Exactness", [tables.exactness(measured)]),
@@ -124,7 +123,7 @@ def _part(template: str, **content: Any) -> Part:
 def _paper(*names: str) -> Parts:
     """Tables of the paper in full, with a warning."""
     found = [tables.PAPER[name] for name in names]
-    numbers = " and ".join(str(table.number) for table in found)
+    numbers = " and ".join(str(table["number"]) for table in found)
     title = f"The paper's table{'s' if len(found) > 1 else ''} {numbers} in full"
     warning = _part("text", paragraphs=[SCALE], kind="note")
     return [warning, _part("details", title=title, parts=[tables.paper_table(table) for table in found])]
@@ -146,18 +145,17 @@ def _tasks(measured: Measured, group: str) -> Parts:
 
 def _cost(measured: Measured) -> Parts:
     parts: Parts = []
-    for work, caption in WORK.items():
+    for work, caption in costs.WORK.items():
         for number, (what, rows) in enumerate(costs.groups(measured, work)):
-            parts += [tables.cost(caption.format(what), rows, costs.KINDS[work]), tables.speedups(what, rows)]
-            parts.append(figures.cost(what, rows, number))
-    return parts + _paper("speed") if parts else []
+            title = caption.format(what)
+            parts += [tables.cost(title, rows), figures.cost(title, rows, number)]
+    parts.append(tables.shared(measured.shared))
+    return parts + _paper("speed") if any(parts) else []
 
 
-def _study(measured: Measured) -> Parts:
-    study = measured.group("study")
-    parts: Parts = [tables.one_task(e) for e in study]
-    parts += [table for e in [*study, *measured.group("lm")] if (table := tables.ablation(e))]
-    return [*parts, figures.learning(study), *_paper("study", "ablation")] if parts else []
+def _ablation(measured: Measured) -> Parts:
+    parts: Parts = [table for e in measured.group("lm") if (table := tables.ablation(e))]
+    return parts + _paper("study", "ablation") if parts else []
 
 
 def _pictures(measured: Measured) -> dict[str, list[Picture]]:

@@ -137,7 +137,7 @@ def mib(value: float) -> str:
 
 
 def times(ratio: float) -> str:
-    return f"{ratio:.1f}×" if ratio < 100 else f"{ratio:,.0f}×"
+    return f"{ratio:.1f}×" if 0.1 <= ratio < 100 else f"{digits(ratio)}×"
 
 
 def listed(words: list[str]) -> str:

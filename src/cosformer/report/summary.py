@@ -4,57 +4,51 @@ cosFormer is compared with softmax: in quality with the better of softmax and so
 cost with softmax + RoPE if it was measured.
 """
 
-import textwrap
-from collections.abc import Iterable
-
-from ..results import Row
 from . import costs
-from .cells import Cell, Measured, Verdict, verdict
-from .style import NOTHING, listed, metric_name, name, percent, score, sentence
+from .cells import Measured, Verdict, verdict
+from .style import listed, metric_name, name, percent, sentence
 
-SHOWN = ("cosformer", "cosformer-hybrid", "cosformer-hybrid+rope", "cosformer-paper", "softmax+rope",
-         "softmax")  # fmt: skip
 MANY = 3  # settings of recall that are counted, not listed
 WORKS = (("training", "trains", "at length {}"), ("decoding", "decodes", "after {} tokens"))
 
 
 def paragraphs(measured: Measured) -> list[str]:
     """The summary: what is gained and what softmax wins; where we win or tie; what cannot be compared."""
-    verdicts = [verdict(e) for e in measured.compared]
+    verdicts = [verdict(e) for e in measured.experiments]
     contests = [v for v in verdicts if v.outcome in ("better", "tie", "worse")]
+    gained, lost, missing = _costs(measured)
     found = [
-        [*_gained(measured), _lost(measured, contests)],
+        [*gained, _lost(contests), *lost],
         [*_quality(contests), _not_learned(verdicts)],
-        [_missing(measured, verdicts)],
+        [_missing(missing, verdicts)],
     ]
     return [" ".join(filter(None, sentences)) for sentences in found if any(sentences)]
 
 
-def _gained(measured: Measured) -> list[str]:
-    """Training and decoding at the longest length both were measured at."""
-    said = []
+def _costs(measured: Measured) -> tuple[list[str], list[str], list[str]]:
+    """What is gained at the longest length that both have, where softmax is faster, what is not measured."""
+    gained, lost, missing = [], [], []
     for work, verb, place in WORKS:
         contest = costs.contest(measured, work)
-        if contest.lengths:
-            longest = contest.lengths[-1]
-            alone = "" if contest.ours[longest].what == "model" else ", one attention alone,"
-            compared = f"{name(contest.us)} {verb} {contest.outcome(longest)} {name(contest.them)}"
-            where = place.format(f"{longest:,}")
-            said.append(sentence(f"{where}{alone} {compared}{contest.cache_text()}"))
-    return said
+        if not contest.lengths:
+            missing.append(f"{work} cost")
+            continue
+        longest = contest.lengths[-1]
+        alone = "" if contest.ours[longest].what == "model" else ", one attention alone,"
+        compared = f"{name(contest.us)} {verb} {contest.outcome(longest)} {name(contest.them)}"
+        where = place.format(f"{longest:,}")
+        gained.append(sentence(f"{where}{alone} {compared}{contest.cache_text()}"))
+        if lengths := contest.lost():
+            lost.append(sentence(f"{name(contest.them)} {verb} faster {place.format(listed(lengths))}"))
+    return gained, lost, missing
 
 
-def _lost(measured: Measured, contests: list[Verdict]) -> str:
+def _lost(contests: list[Verdict]) -> str:
     """What softmax wins: it is said first, with what is gained."""
     lost = [v for v in contests if v.outcome == "worse"]
     number = f"{len(contests)} comparison{'s' if len(contests) > 1 else ''} of quality"
     listing = f" ({_listing(lost, contests, who='cosFormer ')})" if lost else ""
-    said = [f"Softmax wins {len(lost) or 'none'} of {number}{listing}"]
-    for work, verb, place in WORKS:
-        contest = costs.contest(measured, work)
-        if lengths := contest.lost():
-            said.append(f"{name(contest.them)} {verb} faster {place.format(listed(lengths))}")
-    return " ".join(map(sentence, said if contests else said[1:]))
+    return f"Softmax wins {len(lost) or 'none'} of {number}{listing}." if contests else ""
 
 
 def _quality(contests: list[Verdict]) -> list[str]:
@@ -83,13 +77,17 @@ def _listing(found: list[Verdict], contests: list[Verdict], who: str = "") -> st
 
 def _in_words(v: Verdict) -> str:
     assert v.ours and v.theirs
-    metric = v.experiment.row.metric
-    a, b = (shown(cell, metric, unit=" %" if percent(metric) else "") for cell in (v.ours, v.theirs))
+    metric, said = v.experiment.row.metric, []
+    for cell in (v.ours, v.theirs):
+        unit, remarks = " %" if percent(metric) else "", f" ({cell.remarks})" if cell.remarks else ""
+        said.append(f"{cell.text}{unit}{remarks}")
     found = f"{v.difference}, which is {v.outcome}"
     if v.outcome == "tie":
         found = f"a tie ({v.difference}; {v.margin})"
     what = f"the {metric_name(metric).removesuffix(', %')} of {name(v.ours.mixer)}"
-    return f"{v.experiment.row.title}: {what} is {a} against {b} of {name(v.theirs.mixer)}, {found}."
+    return (
+        f"{v.experiment.row.title}: {what} is {said[0]} against {said[1]} of {name(v.theirs.mixer)}, {found}."
+    )
 
 
 def _not_learned(verdicts: list[Verdict]) -> str:
@@ -98,45 +96,10 @@ def _not_learned(verdicts: list[Verdict]) -> str:
     return f"Not learned ({why}): {'; '.join(titles)}." if titles else ""
 
 
-def _missing(measured: Measured, verdicts: list[Verdict]) -> str:
+def _missing(parts: list[str], verdicts: list[Verdict]) -> str:
     """What cannot be compared, and why."""
-    parts = [f"{work} cost" for work, _, _ in WORKS if not costs.contest(measured, work).lengths]
-    parts += [f"{v.experiment.row.title} ({v.difference})" for v in verdicts if v.outcome == "not compared"]
+    undecided = [v for v in verdicts if v.outcome == "not compared"]
+    parts = parts + [f"{v.experiment.row.title} ({v.difference})" for v in undecided]
     if not verdicts:
         parts.append("quality on any task")
     return f"Not measured for both: {'; '.join(parts)}." if parts else ""
-
-
-def shown(cell: Cell | None, metric: str, unit: str = "") -> str:
-    """A cell's value, and in brackets the range of its seeds, what was published, that it is but a guess."""
-    if cell is None or cell.value is None:
-        return NOTHING
-    more = [cell.value.range(metric)]
-    published = cell.done[0].published
-    more += [] if published is None else [f"published {score(metric, published)}"]
-    more += [] if cell.learned else ["not learned"]
-    said = "; ".join(filter(None, more))
-    return f"{cell.value.text(metric)}{unit}" + (f" ({said})" if said else "")
-
-
-def verdict_table(measured: Measured) -> tuple[list[str], list[list[str]]]:
-    """Headings and lines of text, one a task: the outcome, and what the mixers of most interest reached."""
-    mixers = [m for m in SHOWN if any((cell := e.cell(m)) and cell.value for e in measured.compared)]
-    lines = []
-    for e in measured.compared:
-        found, metric = verdict(e), e.row.metric
-        values = [shown(e.cell(mixer), metric) for mixer in mixers]
-        lines.append([e.row.title, found.outcome, found.difference, metric_name(metric), *values])
-    return ["task", "cosFormer is", "difference", "metric", *map(name, mixers)], lines
-
-
-def terminal_summary(rows: Iterable[Row]) -> str:
-    """The summary of the page as plain text: its paragraphs, and a line for each task."""
-    measured = Measured(rows)
-    said = [textwrap.fill(text, 100) for text in paragraphs(measured)]
-    heads, lines = verdict_table(measured)
-    if lines:
-        cut = [[textwrap.shorten(text, 40, placeholder="…") for text in line] for line in [heads, *lines]]
-        widths = [max(map(len, column)) for column in zip(*cut)]
-        said.append("\n".join("  ".join(map(str.ljust, line, widths)).rstrip() for line in cut))
-    return "\n\n".join(said)

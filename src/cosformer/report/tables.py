@@ -1,77 +1,33 @@
-"""The page's tables as data: mixers down, tasks or lengths across, published figures beside ours."""
+"""What stands in the tables: mixers down, tasks or lengths across, what was published beside ours."""
 
-import itertools
 import tomllib
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from importlib import resources
-from typing import ClassVar
+from typing import Any
 
-from ..results import Cost, Exactness, Quality, growth
+from ..results import Cost, Exactness, Quality, Shared
 from . import costs
-from .cells import TIE, Cell, Experiment, Measured, Span, change, span
+from .cells import TIE, Cell, Experiment, Measured, change, span, verdict
 from .style import NOTHING, count, digits, ident, looks, metric_name, name, percent, score, times
-from .summary import verdict_table
+from .table import Column, Entry, Lines, Table
 
-PUBLISHED = "published, same protocol"  # columns that were not measured here
-
-
-@dataclass(frozen=True)
-class Entry:
-    text: str = NOTHING
-    value: float | None = None  # what the best of a column is found by
-    more: str = ""  # small, after the text
-    badge: str = ""  # the kind of outcome that the text is
-
-
-@dataclass(frozen=True)
-class Column:
-    head: str
-    group: str = ""  # columns of one group share a heading
-    best: str = ""  # "least" or "most" wins; empty where there is nothing to win
-    words: bool = False  # text, not numbers
-
-
-Lines = list[tuple[str, list[Entry]]]
-
-
-@dataclass(frozen=True)
-class Table:
-    template: ClassVar[str] = "table.html"
-    foreign: ClassVar[str] = PUBLISHED
-    caption: str
-    corner: str  # the heading of the first column
-    columns: list[Column]
-    rows: dict[str, Lines] = field(default_factory=dict)  # by heading of a group of rows, or ""
-    note: str = ""
-    about: str = ""  # more of the caption, less important
-
-    def groups(self) -> list[tuple[int, str, int]]:
-        """(first column, heading, how many) of the columns that stand together."""
-        together = itertools.groupby(enumerate(self.columns), key=lambda pair: pair[1].group)
-        places = [(group, [i for i, _ in mine]) for group, mine in together]
-        return [(mine[0], group, len(mine)) for group, mine in places]
-
-    def winners(self, group: str) -> set[tuple[int, int]]:
-        """(row, column) of what is best within a group of rows: all that show the same, of two or more."""
-        found = set()
-        for j, column in enumerate(self.columns):
-            entries = [(i, line[j]) for i, (_, line) in enumerate(self.rows[group])]
-            values = {i: entry.value for i, entry in entries if entry.value is not None}
-            if column.best and len(values) > 1:
-                best = (min if column.best == "least" else max)(values, key=lambda i: values[i])
-                found |= {(i, j) for i, entry in entries if entry.text == entries[best][1].text}
-        return found
+SHOWN = ("cosformer", "cosformer-hybrid", "cosformer-hybrid+rope", "cosformer-paper", "softmax+rope",
+         "softmax")  # fmt: skip
 
 
 def verdicts(measured: Measured) -> Table | None:
-    """The summary, task by task."""
-    heads, lines = verdict_table(measured)
+    """The summary, task by task: the outcome, and what the mixers of most interest reached."""
+    mixers = [m for m in SHOWN if any((cell := e.cell(m)) and cell.value for e in measured.experiments)]
     rows: Lines = []
-    for task, outcome, difference, metric, *values in lines:
-        entries = [Entry(outcome, badge=ident(outcome)), Entry(difference), Entry(metric)]
-        parts = [value.partition(" (") for value in values]
-        rows.append((task, entries + [Entry(text, more=bracket[1:] + more) for text, bracket, more in parts]))
+    for e in measured.experiments:
+        found = verdict(e)
+        entries = [Entry(found.outcome, badge=ident(found.outcome)), Entry(found.difference)]
+        entries.append(Entry(metric_name(e.row.metric)))
+        for cell in map(e.cell, mixers):
+            remarks = cell.remarks if cell else ""
+            text = cell.text if cell and cell.value else NOTHING
+            entries.append(Entry(text, more=f"({remarks})" if remarks else ""))
+        rows.append((e.row.title, entries))
     note = (
         "cosFormer is the recommended configuration, cosFormer (paper) the published one. It is compared with"
         " the better of softmax and softmax + RoPE. Tie: the ranges of the seeds overlap, or the"
@@ -79,8 +35,9 @@ def verdicts(measured: Measured) -> Table | None:
         f" {100 * TIE:g} %. Not learned: no mixer beats the most frequent answer by two standard errors."
         " In brackets: the lowest and the highest seed, and what was published for the same protocol."
     )
-    columns = [Column(head, words=True) for head in heads[1:]]
-    return Table("Task by task", heads[0], columns, {"": rows}, note) if rows else None
+    heads = ["cosFormer is", "difference", "metric", *map(name, mixers)]
+    columns = [Column(head, words=True) for head in heads]
+    return Table("Task by task", "task", columns, {"": rows}, note) if rows else None
 
 
 # What the training took: (heading, how it is read, how it is written, what is best).
@@ -104,18 +61,17 @@ def _effort(cell: Cell) -> list[Entry]:
     return entries
 
 
-def _score(cell: Cell | None, metric: str) -> Entry:
-    """What a mixer reached by the task's own metric."""
-    if cell is None or not cell.value:
-        return Entry(cell.undone[-1].status if cell else NOTHING)
-    if cell.learned:
-        return _entry(metric, cell.value)
-    more = ", ".join(filter(None, [cell.value.range(metric), "not learned"]))
-    return Entry(cell.value.text(metric), more=more)  # a guess wins nothing
+def _score(cell: Cell | None) -> Entry:
+    """What a mixer reached by the task's own metric; a guess wins nothing."""
+    if cell is None:
+        return Entry()
+    return Entry(cell.text, cell.value.mean if cell.value and cell.learned else None, cell.remarks)
 
 
-def _entry(metric: str, found: Span | None) -> Entry:
-    return Entry(found.text(metric), found.mean, found.range(metric)) if found else Entry()
+def _other(metric: str, cell: Cell) -> Entry:
+    """What it reached by another metric."""
+    found = span(row.metrics.get(metric) for row in cell.done)
+    return Entry(score(metric, found.mean), found.mean, found.range(metric)) if found else Entry()
 
 
 def _direction(metric: str) -> str:
@@ -123,6 +79,11 @@ def _direction(metric: str) -> str:
     if percent(metric) or metric in ("bleu", "chrf"):
         return "most"
     return "least" if "loss" in metric or "per" in metric else ""
+
+
+def _own(e: Experiment) -> str:
+    """What is best of the task's own metric."""
+    return "most" if e.row.greater_is_better else "least"
 
 
 def _notes(experiments: list[Experiment]) -> str:
@@ -133,6 +94,8 @@ def _notes(experiments: list[Experiment]) -> str:
         said = ["Means over seeds, and their range from the lowest to the highest."]
     said += [f"{name(cell.mixer)}: {cell.why_not}." for cell in cells if not cell.value and cell.undone]
     said += dict.fromkeys(f"{row.note}." for cell in cells for row in cell.done if row.note)
+    if any(row.published is not None for cell in cells for row in cell.done):
+        said.append("Published: what others reached by the same protocol.")
     if not all(cell.learned for cell in cells):
         said.append("Not learned: it does not beat the most frequent answer by two standard errors.")
     if any(row.contended for cell in cells for row in cell.done):
@@ -140,27 +103,16 @@ def _notes(experiments: list[Experiment]) -> str:
     return " ".join(said)
 
 
-def _published(e: Experiment) -> dict[str, str]:
-    """What was published for the same protocol, by mixer."""
-    rows = [row for cell in e.cells for row in cell.done]
-    return {row.mixer: score(row.metric, row.published) for row in rows if row.published is not None}
-
-
 def one_task(e: Experiment) -> Table:
-    """Everything about one task: its metrics, what the training took, what was published."""
-    metric, published = e.row.metric, _published(e)
-    rows = [row for cell in e.cells for row in cell.done]
-    others = list(dict.fromkeys(other for row in rows for other in row.metrics))
-    others = [other for other in others if other not in (metric, "tokens", "loss_per_token")]
-    columns = [Column(metric_name(metric), "test", e.best_is)]
+    """Everything about one task: its metrics, and what the training took."""
+    metrics = dict.fromkeys(metric for cell in e.cells for row in cell.done for metric in row.metrics)
+    others = [m for m in metrics if m not in (e.row.metric, "tokens", "loss_per_token")]
+    columns = [Column(metric_name(e.row.metric), "test", _own(e))]
     columns += [Column(metric_name(other), "test", _direction(other)) for other in others]
     columns += [Column(head, "training", best) for head, _, _, best in EFFORT]
-    columns += [Column(metric_name(metric), PUBLISHED)] if published else []
     body: Lines = []
     for cell in e.cells:
-        entries = [_score(cell, metric)]
-        entries += [_entry(other, span(row.metrics.get(other) for row in cell.done)) for other in others]
-        entries += _effort(cell) + ([Entry(published.get(cell.mixer, NOTHING))] if published else [])
+        entries = [_score(cell), *(_other(metric, cell) for metric in others), *_effort(cell)]
         body.append((name(cell.mixer), entries))
     about = [e.row.data, e.row.size, f"length {e.row.length:,}"]
     return Table(e.row.title, "mixer", columns, {"": body}, _notes([e]), " · ".join(about))
@@ -168,13 +120,10 @@ def one_task(e: Experiment) -> Table:
 
 def overview(experiments: list[Experiment]) -> Table:
     """Mixers down, the tasks of a group across."""
-    published = [(e.row.title, found) for e in experiments if (found := _published(e))]
-    columns = [Column(f"{e.row.title} ({metric_name(e.row.metric)})", "ours", e.best_is) for e in experiments]
-    columns += [Column(title, PUBLISHED) for title, _ in published]
-    body: Lines = []
-    for mixer in looks(cell.mixer for e in experiments for cell in e.cells):
-        entries = [_score(e.cell(mixer), e.row.metric) for e in experiments]
-        body.append((name(mixer), entries + [Entry(found.get(mixer, NOTHING)) for _, found in published]))
+    heads = [(f"{e.row.title} ({metric_name(e.row.metric)})", _own(e)) for e in experiments]
+    columns = [Column(head, best=best) for head, best in heads]
+    mixers = looks(cell.mixer for e in experiments for cell in e.cells)
+    body: Lines = [(name(mixer), [_score(e.cell(mixer)) for e in experiments]) for mixer in mixers]
     return Table("What each mixer reached", "mixer", columns, {"": body}, _notes(experiments))
 
 
@@ -200,35 +149,71 @@ def searches(measured: Measured) -> Table | None:
     return Table("Rates of learning that were tried", "mixer", columns, rows, note) if rows else None
 
 
-def cost(caption: str, rows: list[Cost], kinds: tuple[costs.Kind, ...]) -> Table:
-    """Each kind of cost by length; of time also the exponent of its growth."""
+def cost(caption: str, rows: list[Cost], *only: costs.Kind) -> Table:
+    """Each kind of cost by length, and how it grows; of time also how much faster it is than softmax."""
+    kinds, contest = only or costs.kinds(rows), costs.Contest(rows)
+    rows = [row for row in rows if any(kind.read(row) for kind in kinds)]
     lengths, at = sorted({row.length for row in rows}), {(row.mixer, row.length): row for row in rows}
+    columns: list[Column] = []
     body: dict[str, list[Entry]] = {mixer: [] for mixer in costs.mixers(rows)}
-    columns = []
-    for kind in (kind for kind in kinds if any(map(kind.read, rows))):
-        columns += [Column(f"{n:,}", kind.title, kind.best) for n in lengths]
+    for kind in kinds:
+        group = kind.title if len(kinds) > 1 else ""
+        columns += [Column(f"{n:,}", group, "least") for n in lengths]
         for mixer, entries in body.items():
-            for row in (at.get((mixer, n)) for n in lengths):
-                value = kind.read(row) if row else None
-                mark = costs.CONTENDED if row and row.contended and kind is costs.TIME else ""
-                entries.append(Entry(kind.write(value), value, mark) if value else Entry())
-        if kind is costs.TIME:
-            columns.append(Column("growth (lengths fitted)", kind.title, "least"))
-            for mixer, entries in body.items():
-                fit = growth(costs.points(rows, mixer))
-                entries.append(Entry(f"n^{fit[0]:.2f}", fit[0], f"({fit[1]})") if fit else Entry())
-    note = costs.CONTENDED_NOTE if costs.TIME in kinds and any(row.contended for row in rows) else ""
-    return Table(caption, "mixer", columns, {"": [(name(m), entries) for m, entries in body.items()]}, note)
+            entries += [_cost(kind, at.get((mixer, n)), contest.theirs.get(n)) for n in lengths]
+        fits = {mixer: costs.growth(costs.points(rows, mixer, kind)) for mixer in body}
+        if any(fits.values()):
+            columns.append(Column("growth (lengths fitted)", group, "least"))
+            for mixer, fit in fits.items():
+                entry = Entry(f"n^{fit.exponent:.2f}", fit.exponent, f"({fit.lengths})") if fit else Entry()
+                body[mixer].append(entry)
+    notes = []
+    if costs.TIME in kinds:
+        notes += [f"×: as many times as fast as {name(contest.them)}."] if contest.theirs else []
+        limit = next((row.limit_gflops for row in rows if row.share), None)
+        notes += [f"%: of the fastest batched matrix product, {limit:.0f} GFLOP/s."] if limit else []
+        notes += [costs.CONTENDED_NOTE] if any(row.contended for row in rows) else []
+    lines = {"": [(name(mixer), entries) for mixer, entries in body.items()]}
+    return Table(caption, "tokens", columns, lines, " ".join(notes))
 
 
-def speedups(what: str, rows: list[Cost]) -> Table | None:
-    """Speed as a multiple of softmax's."""
-    contest = costs.Contest(rows)
-    if not contest.lengths:
-        return None
-    both = [row for row in rows if row.length in contest.lengths]
-    ratio = costs.Kind("", "by length", lambda row: contest.theirs[row.length].ms / row.ms, times, "most")
-    return cost(f"Speed as a multiple of that of {name(contest.them)}: {what}", both, (ratio,))
+def _cost(kind: costs.Kind, row: Cost | None, softmax: Cost | None) -> Entry:
+    value = kind.read(row) if row else None
+    if row is None or not value:
+        return Entry()
+    mark, more = "", []
+    if kind is costs.TIME:
+        mark = f"{costs.CONTENDED} " if row.contended else ""
+        more += [times(softmax.ms / row.ms)] if softmax and softmax is not row else []
+        more += [f"{100 * row.share:.0f} %"] if row.share else []
+    return Entry(digits(value), value, (mark + (f"({', '.join(more)})" if more else "")).strip())
+
+
+def speeds(measured: Measured) -> list[Table]:
+    """All that was timed, for pages and terminals too narrow for several kinds of cost in one table."""
+    found = []
+    for work, caption in costs.WORK.items():
+        for what, rows in costs.groups(measured, work):
+            for kind in costs.kinds(rows):
+                found.append(cost(f"{caption.format(what)}; {kind.title}", rows, kind))
+    return [*found, *filter(None, [shared(measured.shared)])]
+
+
+def shared(rows: list[Shared]) -> Table | None:
+    """What becomes of the time where several processes share a sequence."""
+    heads = ["processes", "waiting", "messages hidden", "scan", "states", "seconds a step", "at once"]
+    body: Lines = []
+    for row in rows:
+        hidden = f"{max(0.0, 1 - row.waiting / row.messages):.0%}" if row.messages else NOTHING
+        shares = [f"{row.waiting:.1%}", hidden, f"{row.scan:.2%}", f"{row.states:.1%}"]
+        seconds = [f"{row.ms / 1e3:.2f}", f"{(row.ms_at_once or 0.0) / 1e3:.2f}"]
+        if row.processes > 1:
+            body.append(
+                (f"{row.length:,}", [Entry(text) for text in [str(row.processes), *shares, *seconds]])
+            )
+    note = "At once: the seconds where every message is waited for at once, with no work beside it."
+    caption = "A training step of one sequence over several processes"
+    return Table(caption, "tokens", [Column(head) for head in heads], {"": body}, note) if body else None
 
 
 PAIRS = [  # (what is added, without, with)
@@ -250,7 +235,7 @@ def ablation(e: Experiment) -> Table | None:
             before, after = a.value.mean, b.value.mean
             text = f"{'+' if after > before else '-'}{change(e.row.metric, before, after)}"
             names = Entry(f"{name(without)} → {name(with_)}")
-            body.append((what, [names, _score(a, e.row.metric), _score(b, e.row.metric), Entry(text)]))
+            body.append((what, [names, _score(a), _score(b), Entry(text)]))
     columns = [Column("mixers", words=True), Column("without"), Column("with"), Column("change")]
     caption = f"What each part is worth, by {metric_name(e.row.metric)}: {e.row.title}"
     return Table(caption, "part", columns, {"": body}, _notes([e])) if body else None
@@ -279,28 +264,15 @@ def _difference(row: Exactness | None) -> Entry:
     return Entry(f"{row.difference:.1e}", more=f"{word} {row.allowed:.0e}")
 
 
-@dataclass(frozen=True)
-class Paper:
-    """A table of the paper, from paper.toml; shown apart from ours: it has other data and models."""
-
-    number: int
-    title: str
-    setting: str
-    note: str
-    columns: list[str]
-    least: list[str]  # columns where less is better
-    rows: dict[str, str]  # figures with the paper's digits, - for none
+# The tables of the paper; shown apart from ours, since it has other data and models.
+PAPER = tomllib.loads(resources.files(__package__).joinpath("paper.toml").read_text(encoding="utf-8"))
 
 
-_FILE = resources.files(__package__).joinpath("paper.toml").read_text(encoding="utf-8")
-PAPER = {name: Paper(**table) for name, table in tomllib.loads(_FILE).items()}
-
-
-def paper_table(table: Paper) -> Table:
+def paper_table(table: dict[str, Any]) -> Table:
     """A table of the paper in full."""
-    columns = [Column(column, best="least" if column in table.least else "most") for column in table.columns]
+    columns = [Column(head, best="least" if head in table["least"] else "most") for head in table["columns"]]
     body: Lines = []
-    for model, figures in table.rows.items():
+    for model, figures in table["rows"].items():
         body.append((model, [Entry() if x == "-" else Entry(x, float(x)) for x in figures.split()]))
-    caption = f"The paper's table {table.number}: {table.title}"
-    return Table(caption, "model", columns, {"": body}, table.note, table.setting)
+    caption = f"The paper's table {table['number']}: {table['title']}"
+    return Table(caption, "model", columns, {"": body}, table["note"], table["setting"])
