@@ -20,7 +20,7 @@ from . import models
 from .alive import Lost, watched
 from .build import at_end, build_model, build_task, build_trainer, refused, scores
 from .checkpoints import newest_whole, put_aside
-from .progress import Bar, Interrupt, Metrics, Pace, say
+from .progress import Bar, Interrupt, Metrics, say
 from .settings import DEFAULTS, Run, SettingsError
 from .trainer import UNWRITABLE, Interrupted, Stopped, Trainer
 
@@ -128,13 +128,13 @@ def stage(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallba
     out, began = Path(run.out), time.perf_counter()
     with Interrupt() as interrupt:
         model = build_model(run, task, start=start)
-        metrics, pace = Metrics(out / "metrics.jsonl"), Pace()
-        trainer = build_trainer(run, task, model, [interrupt, metrics, pace, watch or Bar(metrics, pace)])
+        metrics = Metrics(out / "metrics.jsonl")
+        trainer = build_trainer(run, task, model, [interrupt, metrics])
         check_batch_norm(model, trainer)
         examples = run.test_examples or at_end(trainer)
-        pace.batch = trainer.get_total_train_batch_size(trainer.args)
-        pace.validated = len(trainer.eval_dataset)
-        pace.at_end = sum(min(examples, len(rows)) for rows in (task.validation, task.test))
+        scored = sum(min(examples, len(rows)) for rows in (task.validation, task.test))
+        batch = trainer.get_total_train_batch_size(trainer.args)
+        trainer.add_callback(watch or Bar(metrics, at_end=scored, batch=batch))
         first = trainer.is_world_process_zero()
         if first and watch is None:
             print(description(run, task, model), flush=True)
