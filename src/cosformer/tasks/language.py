@@ -11,7 +11,6 @@ from .contract import SPLITS, Collate, Rows, Task
 from .corpus import Corpus
 from .metrics import TokenScores, language_metrics, scores
 from .packing import Masked, Packed
-from .source import Source
 from .texts import Prepared
 
 
@@ -20,7 +19,7 @@ class Tokenised(Prepared):
 
     def __init__(self, corpus: Corpus, tokenizer: str):
         self.corpus = corpus
-        super().__init__(corpus.source, tokenizer, corpus.key)
+        super().__init__(corpus, tokenizer)
         self.tables = self.stored("corpus", self._rows)
 
     def training(self) -> Iterator[str]:
@@ -55,8 +54,8 @@ def lm(
     Evaluation slides: windows begin every `stride` tokens (half the length if None) and score what is new.
     `isolate=False` lets attention cross documents, as papers on WikiText do: no `position_ids` then.
     """
-    source = Source(data=data, holdout=holdout, **reading)
-    tokens = Tokenised(Corpus(source, text=text, separator=separator), tokenizer)
+    corpus = Corpus(data=data, text=text, separator=separator, holdout=holdout, **reading)
+    tokens = Tokenised(corpus, tokenizer)
     stride = length // 2 if stride is None else stride
     strides = {"train": None, "validation": stride, "test": stride}
     sets = {s: Packed(tokens.tables[s], length=length, stride=strides[s], isolate=isolate) for s in SPLITS}
@@ -85,8 +84,8 @@ def mlm(
     **reading: Any,
 ) -> Task:
     """Masked pre-training: a `share` of tokens hidden, by whole words if `whole_word` (packing.Masked)."""
-    source = Source(data=data, holdout=holdout, seed=seed, **reading)
-    tokens = Tokenised(Corpus(source, text=text, separator=separator), tokenizer)
+    corpus = Corpus(data=data, text=text, separator=separator, holdout=holdout, seed=seed, **reading)
+    tokens = Tokenised(corpus, tokenizer)
     encode = tokens.encoder
     joins = encode.joins() if whole_word else None
     hide = {"content": encode.content(), "mask": encode.special.mask, "seed": seed, "joins": joins}
