@@ -123,7 +123,7 @@ def test_time_left_counts_everything(monkeypatch):
         estimates[step] = now + bar.left(state)
     assert bar.left(state) == pytest.approx(5.0)  # 100 examples at a twentieth of a second
     assert all(estimates[step] == pytest.approx(now + 5.0, rel=0.07) for step in range(20, 101))
-    assert estimates[5] == pytest.approx(now + 5.0, rel=0.25)  # before anything was evaluated
+    assert estimates[5] == pytest.approx(now + 5.0, rel=0.3)  # before anything was evaluated
 
 
 def test_the_end_says_what_must_not_be_overlooked(capsys):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from .contract import SPLITS, Collate, Rows, Task
 from .corpus import Corpus
 from .metrics import TokenScores, language_metrics, scores
 from .packing import Masked, Packed
+from .table import Mapped
 from .texts import Prepared
 
 
@@ -107,7 +109,7 @@ def pretraining(task: Task, *, share: float = 0.15, copies: int = 10, seed: int 
     content = np.setdiff1d(np.arange(task.vocab_size), reserved)
     sets: dict[str, Rows] = {split: getattr(task, split) for split in SPLITS}
     if task.kind == "pair-classification":
-        sets = {split: Singles(pairs) for split, pairs in sets.items()}
+        sets = {split: Mapped(range(2 * len(rows)), partial(_single, rows)) for split, rows in sets.items()}
     return replace(
         task,
         name=f"{task.name}-pretraining",
@@ -120,18 +122,9 @@ def pretraining(task: Task, *, share: float = 0.15, copies: int = 10, seed: int 
     )
 
 
-class Singles(Rows):
-    """Both texts of every pair, one after the other."""
-
-    def __init__(self, pairs: Rows):
-        self.pairs = pairs
-
-    def __len__(self) -> int:
-        return 2 * len(self.pairs)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = self.pairs[index // 2]
-        return {"input_ids": row["pair_input_ids" if index % 2 else "input_ids"]}
+def _single(pairs: Rows, index: int) -> dict[str, Tensor]:
+    """Of the texts of all pairs, one after the other, that of a number."""
+    return {"input_ids": pairs[index // 2]["pair_input_ids" if index % 2 else "input_ids"]}
 
 
 def _hidden(sets: Mapping[str, Rows], *, copies: int, **hide: Any) -> dict[str, Any]:

@@ -106,9 +106,9 @@ class Arrays(Rows):
 
 
 class Mapped(Rows):
-    """Another set's rows, each through a function."""
+    """Another set's rows, or numbers, each through a function."""
 
-    def __init__(self, inner: Rows, function: Callable[[dict[str, Any]], dict[str, Any]]):
+    def __init__(self, inner: Rows | range, function: Callable[[Any], dict[str, Any]]):
         self.inner, self.function = inner, function
 
     def __len__(self) -> int:
