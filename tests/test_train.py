@@ -18,6 +18,7 @@ from transformers.utils import logging
 
 from cosformer import generate, tasks, train
 from cosformer.seal import SEAL, unseal
+from cosformer.tasks import generated
 from cosformer.train import build, cli, models, progress
 from cosformer.train import run as run_module
 from cosformer.train.build import build_model, build_task, build_trainer
@@ -621,7 +622,8 @@ SETTINGS = {
 
 
 @pytest.mark.parametrize("name", tasks.names())
-def test_every_task_trains_and_evaluate_finds_the_same_scores(name, tmp_path, capsys):
+def test_every_task_trains_and_evaluate_finds_the_same_scores(name, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(generated, "SIZES", (200, 20, 20))
     settings = dict(SETTINGS[name])
     if "data" in settings:
         settings["data"] = str(settings["data"](tmp_path / "data"))
@@ -752,7 +754,9 @@ def same_as_new(loaded, run, task) -> bool:
     return all(torch.equal(fresh[name], tensor) for name, tensor in loaded.items())
 
 
-def test_a_start_that_cannot_be_is_refused(pretrained, capsys):
+def test_a_start_that_cannot_be_is_refused(pretrained, capsys, monkeypatch):
+    monkeypatch.setattr(generated, "SIZES", (200, 20, 20))
+
     def said(*argv):
         with pytest.raises(SystemExit):
             cli.finetune([pretrained, *argv, "--out", "fine"])
@@ -763,7 +767,7 @@ def test_a_start_that_cannot_be_is_refused(pretrained, capsys):
         "--length", "32", "--tokenizer", "bpe:300"
     )
     assert "mlm is a cosformer_encoder model; task 'lm' needs a cosformer model" in said(
-        "lm", "--length", "32"
+        "lm", "--length", "32", "--data", "data"
     )
     assert not Path("fine/run.json").exists()  # so that the folder is free for a better attempt
     with pytest.raises(SystemExit):
