@@ -23,8 +23,8 @@ from cosformer.tasks.contract import Collate
 from cosformer.tasks.corpus import Corpus
 from cosformer.tasks.packing import Masked, Packed
 from cosformer.tasks.reading import BadRows
-from cosformer.tasks.source import Holdout, Source, files, rows
-from cosformer.tasks.table import Table, Writer
+from cosformer.tasks.source import Holdout, files, rows
+from cosformer.tasks.table import Table, write
 from cosformer.tasks.tokens import byte_characters, encoder
 
 TEXTS = [
@@ -46,15 +46,13 @@ def leftovers(cache: Path) -> list[Path]:
 
 def table(path: Path, documents) -> Table:
     path.mkdir(exist_ok=True)
-    with Writer(path, dtype="uint16") as writer:
-        for document in documents:
-            writer.add("train", {"tokens": document})
+    write(path, [("train", {"tokens": document}) for document in documents], dtype="uint16")
     return Table(path / "train")
 
 
 def pieces(data, *, separator=None, holdout=0.05):
     """What a corpus yields: (split, text, end of document)."""
-    return list(Corpus(Source(data=data, holdout=holdout, seed=0), text=None, separator=separator))
+    return list(Corpus(data=data, holdout=holdout, text=None, separator=separator))
 
 
 def tokens_of(packed: Packed):

@@ -6,14 +6,12 @@ batch = task.collate([task.train[i] for i in range(8)])
 
 import importlib
 import inspect
-import typing
-from collections.abc import Sequence
 from typing import Any
 
 from .contract import IGNORE, KINDS, SPLITS, DataError, Special, Task
 from .language import pretraining
 from .packing import cu_seqlens
-from .source import READING, Source
+from .source import READING
 
 __all__ = ["IGNORE", "KINDS", "SPLITS", "DataError", "Special", "Task", "build", "cu_seqlens", "names",
            "pretraining", "settings"]  # fmt: skip
@@ -23,6 +21,7 @@ _MODULES = {
     **{name: name for name in ("seq2seq", "listops", "image", "pathfinder")},
     **dict.fromkeys(("recall", "copy", "reverse"), "recall"),
 }
+LISTS: dict[str, type] = {"columns": str, "labels": str, "examples": int}  # settings, and what they list
 
 
 def names() -> tuple[str, ...]:
@@ -50,20 +49,17 @@ def build(name: str, **chosen: Any) -> Task:
     required = [key for key, default in accepted.items() if default is inspect.Parameter.empty]
     if missing := [key for key in required if key not in chosen]:
         raise TypeError(f"task {name!r} needs --{missing[0]}: it cannot be generated")
-    kinds = typing.get_type_hints(Source) | typing.get_type_hints(_function(name))
-    return _function(name)(**{key: _listed(key, value, kinds[key]) for key, value in chosen.items()})
+    return _function(name)(**{key: _listed(key, value) for key, value in chosen.items()})
 
 
-def _listed(key: str, value: Any, kind: Any) -> Any:
+def _listed(key: str, value: Any) -> Any:
     """A setting that takes a list, as one: a string is one by comma, as on the command line."""
-    item = {kind: typing.get_args(kind)[0] for kind in (Sequence[str], Sequence[int])}
-    found = [item[k] for k in (kind, *typing.get_args(kind)) if k in item]
-    if not found or value is None:
+    if key not in LISTS or value is None:
         return value
     values = value.split(",") if isinstance(value, str) else value
     values = [values] if isinstance(values, (int, float)) else list(values)
     try:
-        values = [found[0](v.strip() if isinstance(v, str) else v) for v in values]
+        values = [LISTS[key](v.strip() if isinstance(v, str) else v) for v in values]
     except ValueError:
         raise ValueError(f"{key} takes whole numbers by comma, 1000,100,100; got {value!r}") from None
     if key == "examples" and len(values) != len(SPLITS):

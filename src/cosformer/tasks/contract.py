@@ -56,7 +56,6 @@ class Published:
     width: int
     heads: int
     feedforward: int
-    pooling: str  # "cls" or "mean"
     extra_parameters: float = 0.10  # share of parameters a mixer may add to the softmax model's
 
 

@@ -1,7 +1,9 @@
 """Running text as documents in splits: the input of language modelling, read as a stream."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from .contract import SPLITS, DataError
 from .reading import PIECE, form, opened, pieces
@@ -11,7 +13,8 @@ TEXT_COLUMNS = ("text", "content", "sentence", "document", "review")
 Piece = tuple[str, str, bool]  # split, text, whether the document ends here
 
 
-class Corpus:
+@dataclass(kw_only=True)
+class Corpus(Source):
     """Documents of `data`, or of the standard library if it is None, as (split, text, end of document).
 
     A document is a file; the part of a file between two `separator`s; or one row's `text` column. Where the
@@ -19,24 +22,24 @@ class Corpus:
     the end going to test.
     """
 
-    def __init__(self, source: Source, *, text: str | None, separator: str | None):
-        self.source, self.text, self.separator = source, text, separator
-        # A saved data set has no files of ours.
-        self.parts = {} if is_saved_dataset(source.data) else files(source.data)
-        forms = {form(file) in TABLES for members in self.parts.values() for file in members}
-        if len(forms) > 1:
-            wanted = f"either text or tables ({', '.join(TABLES)}), not both"
-            raise DataError(f"a folder must hold {wanted}", path=source.data)
-        self.is_table = not self.parts or forms == {True}
-        self.key = {**source.key(), "text": text, "separator": separator}  # all that documents depend on
+    text: str | None
+    separator: str | None
+
+    def key(self) -> dict[str, Any]:
+        return {**super().key(), "text": self.text, "separator": self.separator}
 
     def __iter__(self) -> Iterator[Piece]:
-        if self.is_table:
-            for split, text in self.source.each(lambda row: row.text(self.text, TEXT_COLUMNS)):
+        parts = {} if is_saved_dataset(self.data) else files(self.data)  # a saved data set has none of ours
+        forms = {form(file) in TABLES for members in parts.values() for file in members}
+        if len(forms) > 1:
+            wanted = f"either text or tables ({', '.join(TABLES)}), not both"
+            raise DataError(f"a folder must hold {wanted}", path=self.data)
+        if forms != {False}:
+            for split, text in self.each(lambda row: row.text(self.text, TEXT_COLUMNS)):
                 yield split, text, True
             return
-        assign = Holdout(self.parts, share=self.source.holdout, seed=self.source.seed)
-        for part, members in self.parts.items():
+        assign = Holdout(parts, share=self.holdout, seed=self.seed)
+        for part, members in parts.items():
             few = self.separator is None and len(members) < assign.block
             if few and assign.missing and part in ("all", "train"):
                 yield from _by_size(members, assign)

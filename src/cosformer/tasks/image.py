@@ -76,20 +76,8 @@ def _png(path: Path) -> np.ndarray:
     return pixels.reshape(-1, PIXELS)
 
 
-def _strips(folder: Path) -> Iterator[tuple[str, Path, Batch]]:
-    for split in ("train", "test"):
-        labels_path = folder / f"{split}_labels.u8"
-        labels, used = np.fromfile(labels_path, np.uint8), 0
-        for path in sorted([*folder.glob(f"{split}.png"), *folder.glob(f"{split}_*.png")]):
-            pixels = _png(path)
-            yield split, path, (pixels, labels[used : used + len(pixels)])
-            used += len(pixels)
-        if used != len(labels):
-            raise DataError(f"{len(labels)} labels for {used} images", path=labels_path)
-
-
 def _files(folder: Path) -> list[Path]:
-    """The files of whichever form the folder has."""
+    """The files of whichever form the folder has, training files in their published order."""
     forms = {"train_labels.u8": ("*.png", "*.u8"), "data_batch_1.bin": ("*_batch*.bin",)}
     forms["data_batch_1"] = ("*_batch*",)
     for required, patterns in forms.items():
@@ -100,27 +88,31 @@ def _files(folder: Path) -> list[Path]:
     raise DataError(f"expected CIFAR-10 as {batches}, or {strips}", path=folder)
 
 
-def batches(folder: Path) -> Iterator[tuple[str, Path, Batch]]:
-    """(split, file, images and labels), training files in their published order."""
-    if (folder / "train_labels.u8").is_file():
-        yield from _strips(folder)
-        return
-    for path in _files(folder):
-        if "meta" not in path.name:
-            read = _binary if path.suffix == ".bin" else _python
-            yield "test" if "test" in path.name else "train", path, read(path)
+def _read(path: Path) -> Batch:
+    """The images and labels of a file; strips have them in different ones."""
+    if path.suffix == ".png":
+        return _png(path), np.empty(0, np.uint8)
+    if path.suffix == ".u8":
+        return np.empty((0, PIXELS), np.uint8), np.fromfile(path, np.uint8)
+    return _binary(path) if path.suffix == ".bin" else _python(path)
 
 
-def _rows(source: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def _rows(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     parts: dict[str, list[Batch]] = {"train": [], "test": []}
-    for split, path, (pixels, labels) in batches(source):
+    for path in _files(folder):
+        pixels, labels = _read(path)
         if len(bad := np.flatnonzero(labels >= len(LABELS))):
             what = f"image {bad[0]} has label {labels[bad[0]]}; labels are 0 ... {len(LABELS) - 1}"
             raise DataError(what, path=path)
-        parts[split].append((pixels, labels))
+        parts["test" if "test" in path.name else "train"].append((pixels, labels))
     if not (parts["train"] and parts["test"]):
-        raise DataError("both training and test images are needed", path=source)
+        raise DataError("both training and test images are needed", path=folder)
     whole = {split: [np.concatenate(side) for side in zip(*part)] for split, part in parts.items()}
+    for split, (pixels, labels) in whole.items():
+        if len(pixels) != len(labels):
+            raise DataError(
+                f"{len(labels)} labels for {len(pixels)} images", path=folder / f"{split}_labels.u8"
+            )
     edge = int(len(whole["train"][0]) * TRAIN)
     whole["validation"] = [side[edge:] for side in whole["train"]]
     whole["train"] = [side[:edge] for side in whole["train"]]

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ from .contract import SPLITS, Collate, Rows, Task
 from .corpus import Corpus
 from .metrics import TokenScores, language_metrics, scores
 from .packing import Masked, Packed
-from .source import Source
+from .table import Mapped
 from .texts import Prepared
 
 
@@ -20,7 +21,7 @@ class Tokenised(Prepared):
 
     def __init__(self, corpus: Corpus, tokenizer: str):
         self.corpus = corpus
-        super().__init__(corpus.source, tokenizer, corpus.key)
+        super().__init__(corpus, tokenizer)
         self.tables = self.stored("corpus", self._rows)
 
     def training(self) -> Iterator[str]:
@@ -55,8 +56,8 @@ def lm(
     Evaluation slides: windows begin every `stride` tokens (half the length if None) and score what is new.
     `isolate=False` lets attention cross documents, as papers on WikiText do: no `position_ids` then.
     """
-    source = Source(data=data, holdout=holdout, **reading)
-    tokens = Tokenised(Corpus(source, text=text, separator=separator), tokenizer)
+    corpus = Corpus(data=data, text=text, separator=separator, holdout=holdout, **reading)
+    tokens = Tokenised(corpus, tokenizer)
     stride = length // 2 if stride is None else stride
     strides = {"train": None, "validation": stride, "test": stride}
     sets = {s: Packed(tokens.tables[s], length=length, stride=strides[s], isolate=isolate) for s in SPLITS}
@@ -85,8 +86,8 @@ def mlm(
     **reading: Any,
 ) -> Task:
     """Masked pre-training: a `share` of tokens hidden, by whole words if `whole_word` (packing.Masked)."""
-    source = Source(data=data, holdout=holdout, seed=seed, **reading)
-    tokens = Tokenised(Corpus(source, text=text, separator=separator), tokenizer)
+    corpus = Corpus(data=data, text=text, separator=separator, holdout=holdout, seed=seed, **reading)
+    tokens = Tokenised(corpus, tokenizer)
     encode = tokens.encoder
     joins = encode.joins() if whole_word else None
     hide = {"content": encode.content(), "mask": encode.special.mask, "seed": seed, "joins": joins}
@@ -108,7 +109,7 @@ def pretraining(task: Task, *, share: float = 0.15, copies: int = 10, seed: int 
     content = np.setdiff1d(np.arange(task.vocab_size), reserved)
     sets: dict[str, Rows] = {split: getattr(task, split) for split in SPLITS}
     if task.kind == "pair-classification":
-        sets = {split: Singles(pairs) for split, pairs in sets.items()}
+        sets = {split: Mapped(range(2 * len(rows)), partial(_single, rows)) for split, rows in sets.items()}
     return replace(
         task,
         name=f"{task.name}-pretraining",
@@ -121,18 +122,9 @@ def pretraining(task: Task, *, share: float = 0.15, copies: int = 10, seed: int 
     )
 
 
-class Singles(Rows):
-    """Both texts of every pair, one after the other."""
-
-    def __init__(self, pairs: Rows):
-        self.pairs = pairs
-
-    def __len__(self) -> int:
-        return 2 * len(self.pairs)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = self.pairs[index // 2]
-        return {"input_ids": row["pair_input_ids" if index % 2 else "input_ids"]}
+def _single(pairs: Rows, index: int) -> dict[str, Tensor]:
+    """Of the texts of all pairs, one after the other, that of a number."""
+    return {"input_ids": pairs[index // 2]["pair_input_ids" if index % 2 else "input_ids"]}
 
 
 def _hidden(sets: Mapping[str, Rows], *, copies: int, **hide: Any) -> dict[str, Any]:

@@ -32,23 +32,24 @@ def _grow(rng: np.random.Generator, trees: int, *, depth: int, args: int) -> lis
     Every root is an operator: a digit alone is a tree of one token, which no length limit keeps.
     """
     levels = [rng.integers(2, args + 1, trees)]
-    for _ in range(1, depth):
+    for level in range(2, depth + 1):
         count = int(levels[-1].sum())
-        below = len(levels) + 1 < depth  # whether this level's nodes may be operators
-        operator = rng.random(count) < OPERATOR_SHARE if below else np.zeros(count, bool)
+        operator = rng.random(count) < OPERATOR_SHARE if level < depth else np.zeros(count, bool)
         levels.append(np.where(operator, rng.integers(2, args + 1, count), 0))
     return levels
+
+
+def _before(lengths: np.ndarray) -> np.ndarray:
+    """Tokens to the left of each of a level's subtrees, laid end to end, and of what follows the last."""
+    return np.r_[0, np.cumsum(lengths)]
 
 
 def _lengths(levels: list[np.ndarray]) -> list[np.ndarray]:
     """Tokens of each node's subtree: 1 for a digit, else its arguments' and two brackets."""
     lengths = [np.ones(len(levels[-1]), np.int64)]
     for arity in levels[-2::-1]:
-        own = np.ones(len(arity), np.int64)
-        inner = np.flatnonzero(arity)
-        if len(inner):
-            own[inner] = 2 + np.add.reduceat(lengths[0], (np.cumsum(arity) - arity)[inner])
-        lengths.insert(0, own)
+        before, ends = _before(lengths[0]), np.cumsum(arity)
+        lengths.insert(0, np.where(arity > 0, before[ends] - before[ends - arity] + 2, 1))
     return lengths
 
 
@@ -59,13 +60,6 @@ def _keep(levels: list[np.ndarray], chosen: np.ndarray) -> list[np.ndarray]:
         kept.append(arity[chosen])
         chosen = np.repeat(chosen, arity)
     return kept
-
-
-def _median(values: np.ndarray, arity: np.ndarray, starts: np.ndarray) -> np.ndarray:
-    """The median of each run of arguments, cut to a whole number as published."""
-    order = np.lexsort((values, np.repeat(np.arange(len(arity)), arity)))
-    ranked = values[order]
-    return (ranked[starts + (arity - 1) // 2] + ranked[starts + arity // 2]) // 2
 
 
 def _write_out(
@@ -79,25 +73,29 @@ def _write_out(
     for arity, length, below in zip(levels, lengths, [*lengths[1:], np.empty(0, np.int64)]):
         operator = rng.integers(len(OPERATORS), size=len(arity)) + 10
         symbols.append(np.where(arity > 0, operator, rng.integers(10, size=len(arity))))
-        tokens[place] = symbols[-1]
-        inner = arity > 0
-        tokens[(place + length - 1)[inner]] = CLOSE
+        tokens[place + length - 1] = CLOSE
+        tokens[place] = symbols[-1]  # a digit begins where it ends
         # An argument stands after the operator and the arguments before it.
-        place = np.repeat(place[inner] + 1, arity[inner])
-        if len(below):
-            before = np.cumsum(below) - below
-            place += before - np.repeat(before[(np.cumsum(arity) - arity)[inner]], arity[inner])
+        before = _before(below)
+        place = np.repeat(place + 1 - before[np.cumsum(arity) - arity], arity) + before[:-1]
     values = symbols[-1]
     for arity, symbol in zip(levels[-2::-1], symbols[-2::-1]):
-        own, inside = symbol.copy(), np.flatnonzero(arity)
-        if len(inside):
-            count = arity[inside]
-            starts = np.cumsum(count) - count
-            least, most, total = (f.reduceat(values, starts) for f in (np.minimum, np.maximum, np.add))
-            found = np.stack([least, most, _median(values, count, starts), total % 10])  # in OPERATORS' order
-            own[inside] = found[symbol[inside] - 10, np.arange(len(inside))]
-        values = own
+        inner = arity > 0
+        symbol[inner] = _applied(symbol[inner], arity[inner], values)
+        values = symbol
     return tokens, ends, values
+
+
+def _applied(operator: np.ndarray, arity: np.ndarray, values: np.ndarray) -> np.ndarray:
+    """Each operator's value; its arguments' are the next `arity` of `values`. A median is cut."""
+    given, each = np.arange(arity.max(initial=1)) < arity[:, None], np.arange(len(arity))
+    ranked = np.full(given.shape, 10)  # behind every digit
+    ranked[given] = values
+    ranked.sort(1)
+    median = (ranked[each, (arity - 1) // 2] + ranked[each, arity // 2]) // 2
+    total = ranked.sum(1, where=ranked < 10) % 10
+    found = np.stack([ranked[:, 0], ranked[each, arity - 1], median, total])  # in the order of OPERATORS
+    return found[operator - 10, each]
 
 
 def trees(

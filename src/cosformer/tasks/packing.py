@@ -5,6 +5,8 @@ that honours it (or turns it into `cu_seqlens`) computes what it would on each d
 asked for from another document: the first of each has no label.
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -57,6 +59,7 @@ class Packed(Rows):
         return item
 
 
+@dataclass(eq=False)
 class Masked(Rows):
     """Another set's `input_ids` with a `share` of the tokens hidden, and labels where they are.
 
@@ -65,23 +68,19 @@ class Masked(Rows):
     would give a resumed run other masks. With `joins` (tokens.Encoder.joins) whole words are hidden.
     """
 
-    def __init__(
-        self,
-        inner: Rows,
-        *,
-        content: np.ndarray,
-        mask: int,
-        seed: int,
-        share: float,
-        copies: int = 1,
-        joins: tuple[np.ndarray, np.ndarray] | None = None,
-    ):
-        if not 0 < share < 1:
-            raise ValueError(f"share of masked tokens must lie in (0, 1); got {share}")
-        self.inner, self.content, self.mask, self.seed = inner, content, mask, seed
-        self.share, self.copies, self.joins = share, copies, joins
-        self.is_content = np.zeros(int(content.max()) + 2, bool)
-        self.is_content[content] = True
+    inner: Rows
+    content: np.ndarray  # the tokens that may be hidden, and stand in for others
+    mask: int
+    seed: int
+    share: float
+    copies: int = 1
+    joins: tuple[np.ndarray, np.ndarray] | None = None
+
+    def __post_init__(self):
+        if not 0 < self.share < 1:
+            raise ValueError(f"share of masked tokens must lie in (0, 1); got {self.share}")
+        self.is_content = np.zeros(int(self.content.max()) + 2, bool)
+        self.is_content[self.content] = True
 
     def __len__(self) -> int:
         return len(self.inner) * self.copies

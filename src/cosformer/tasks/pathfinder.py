@@ -77,6 +77,14 @@ def _heading(angle: np.ndarray) -> np.ndarray:
     return np.stack([np.cos(angle), np.sin(angle)], -1)
 
 
+def _squared_distances(x: np.ndarray, y: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """From points to segments a-b (..., 2), one to one; a segment may be a point."""
+    x, y = x - a[..., 0], y - a[..., 1]
+    dx, dy = (b - a)[..., 0], (b - a)[..., 1]
+    along = np.clip((x * dx + y * dy) / np.maximum(dx**2 + dy**2, 1e-12), 0, 1)
+    return (x - along * dx) ** 2 + (y - along * dy) ** 2
+
+
 class _Field:
     """B drawings as they grow: dashes in slots. `rows` are drawings' numbers."""
 
@@ -96,10 +104,7 @@ class _Field:
         before = np.arange(int(slot.max(initial=0)))
         a, b = self.dashes[rows, : len(before), 0], self.dashes[rows, : len(before), 1]
         other = (before < slot[:, None]) & (before != last[:, None]) & ~np.isnan(a[..., 0])
-        (ax, ay), (dx, dy) = ((v[:, None, None, :, 0], v[:, None, None, :, 1]) for v in (a, b - a))
-        x, y = x[..., None] - ax, y[..., None] - ay  # (n, K, points, earlier dashes)
-        along = np.clip((x * dx + y * dy) / (dx * dx + dy * dy), 0, 1)
-        apart = (x - along * dx) ** 2 + (y - along * dy) ** 2
+        apart = _squared_distances(x[..., None], y[..., None], a[:, None, None], b[:, None, None])
         apart[np.broadcast_to(~other[:, None, None], apart.shape)] = np.inf
         clearance = 2 * self.margins[rows, None] + self.drawing.thickness
         return inside & (apart.min((2, 3), initial=np.inf) >= clearance**2)
@@ -189,20 +194,13 @@ def _stamp(canvas: np.ndarray, shapes: np.ndarray, drawing: Drawing, radius: flo
     a, b = shapes[row, slot, 0], shapes[row, slot, 1]
     corner = np.round((a + b) / 2).astype(int) - reach  # (n, 2), x and y
     fine = ((np.arange(side * FINE) + 0.5) / FINE - 0.5).astype(np.float32)  # centres of a patch's cells
-    near = _squared_distances(corner[..., None].astype(np.float32) + fine, a, b) <= radius**2
+    x, y = (corner[:, i, None].astype(np.float32) + fine for i in (0, 1))
+    near = _squared_distances(x[:, None, :], y[:, :, None], a[:, None, None], b[:, None, None]) <= radius**2
     patch = near.reshape(len(a), side, FINE, side, FINE).mean((2, 4), dtype=np.float32) * value
     x, y = (corner[:, i, None] + np.arange(side) for i in (0, 1))
     image, y, x = np.broadcast_arrays(row[:, None, None], y[:, :, None], x[:, None, :])
     shown = (y >= 0) & (y < drawing.window) & (x >= 0) & (x < drawing.window)
     np.maximum.at(canvas, (image[shown], y[shown], x[shown]), patch[shown])
-
-
-def _squared_distances(cells: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """From a small grid, given by its x and y (n, 2, G), to segments a-b (n, 2): (n, G, G), rows are y."""
-    x, y = cells[:, 0, None, :] - a[:, 0, None, None], cells[:, 1, :, None] - a[:, 1, None, None]
-    dx, dy = (b - a)[:, 0, None, None], (b - a)[:, 1, None, None]
-    along = np.clip((x * dx + y * dy) / np.maximum(dx**2 + dy**2, 1e-12), 0, 1)
-    return (x - along * dx) ** 2 + (y - along * dy) ** 2
 
 
 def _resized(canvas: np.ndarray, size: int) -> np.ndarray:

@@ -16,11 +16,11 @@ from .metrics import class_choice, class_metrics, majority, scores
 from .table import stored
 
 PUBLISHED = {
-    "listops": Published(layers=4, width=512, heads=8, feedforward=1024, pooling="cls"),
-    "text": Published(layers=4, width=256, heads=4, feedforward=1024, pooling="cls"),
-    "retrieval": Published(layers=4, width=128, heads=4, feedforward=512, pooling="cls"),
-    "image": Published(layers=1, width=128, heads=8, feedforward=128, pooling="cls"),
-    "pathfinder": Published(layers=4, width=32, heads=4, feedforward=32, pooling="mean"),
+    "listops": Published(layers=4, width=512, heads=8, feedforward=1024),
+    "text": Published(layers=4, width=256, heads=4, feedforward=1024),
+    "retrieval": Published(layers=4, width=128, heads=4, feedforward=512),
+    "image": Published(layers=1, width=128, heads=8, feedforward=128),
+    "pathfinder": Published(layers=4, width=32, heads=4, feedforward=32),
 }
 
 

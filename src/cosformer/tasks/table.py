@@ -19,41 +19,35 @@ from .cache import prepared
 from .contract import SPLITS, DataError, Rows
 
 
-class Writer:
-    """Appends rows to the splits of a folder, arrays as one `dtype`; only file buffers are in memory."""
+def write(folder: Path, rows: Iterable[tuple], *, dtype: str) -> Counter[str]:
+    """Writes rows, (split, columns) each, to a folder, arrays as one `dtype`; how many each split has.
 
-    def __init__(self, folder: Path, *, dtype: str):
-        self.folder, self.dtype = folder, dtype
-        self.rows = dict.fromkeys(SPLITS, 0)
-        self._files: dict[str, BinaryIO] = {}
-        self._sizes: Counter[str] = Counter()
-        self._open = ExitStack()
+    After (split, columns, False) the next goes on where it stops: a row need not fit in memory.
+    """
+    count: Counter[str] = Counter()
+    files: dict[str, BinaryIO] = {}
+    with ExitStack() as opened:
 
-    def add(self, split: str, row: dict[str, Any], end: bool = True) -> None:
-        """Writes a row. After `end=False` the next goes on where it stops: a row need not fit in memory."""
-        for column, value in row.items():
-            name = f"{split}/{column}"
-            if isinstance(value, int):
-                self._write(f"{name}.int64", np.int64(value))
-                continue
-            self._write(f"{name}.{self.dtype}", np.asarray(value, self.dtype))
-            self._sizes[name] += len(value)
-            if end:
-                self._write(f"{name}.ends.int64", np.int64(self._sizes[name]))
-        self.rows[split] += end
+        def append(name: str, value: Any) -> np.int64:
+            """How many values the file has then."""
+            if name not in files:
+                files[name] = opened.enter_context(open(folder / name, "wb"))
+            files[name].write(value.tobytes())
+            return np.int64(files[name].tell() // value.itemsize)
 
-    def _write(self, name: str, value: Any) -> None:
-        if name not in self._files:
-            self._files[name] = self._open.enter_context(open(self.folder / name, "wb"))
-        self._files[name].write(value.tobytes())
-
-    def __enter__(self) -> "Writer":
         for split in SPLITS:
-            (self.folder / split).mkdir()
-        return self
-
-    def __exit__(self, *_: Any) -> None:
-        self._open.close()
+            (folder / split).mkdir(parents=True)
+        for split, row, *ends in rows:
+            for column, value in row.items():
+                name = f"{split}/{column}"
+                if isinstance(value, int):
+                    append(f"{name}.int64", np.int64(value))
+                    continue
+                size = append(f"{name}.{dtype}", np.asarray(value, dtype))
+                if all(ends):
+                    append(f"{name}.ends.int64", size)
+            count[split] += all(ends)
+    return count
 
 
 class Table(Rows):
@@ -112,9 +106,9 @@ class Arrays(Rows):
 
 
 class Mapped(Rows):
-    """Another set's rows, each through a function."""
+    """Another set's rows, or numbers, each through a function."""
 
-    def __init__(self, inner: Rows, function: Callable[[dict[str, Any]], dict[str, Any]]):
+    def __init__(self, inner: Rows | range, function: Callable[[Any], dict[str, Any]]):
         self.inner, self.function = inner, function
 
     def __len__(self) -> int:
@@ -134,17 +128,15 @@ def stored(
     facts: dict[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """The tables of `rows()`, arguments of `Writer.add`, written now or before for these settings.
+    """The tables of `rows()`, as `write` takes them, written now or before for these settings.
 
     What `rows` puts into `facts` is kept with them, and is there afterwards in any case.
     """
     facts = {} if facts is None else facts
 
     def make(folder: Path) -> None:
-        with Writer(folder, dtype="uint16" if vocab_size <= 1 << 16 else "uint32") as writer:
-            for row in rows():
-                writer.add(*row)
-        if empty := [split for split in needed if not writer.rows[split]]:
+        count = write(folder, rows(), dtype="uint16" if vocab_size <= 1 << 16 else "uint32")
+        if empty := [split for split in needed if not count[split]]:
             more = "Give more to hold some out, or files named train, validation and test"
             raise DataError(f"the {empty[0]} split is empty. {more}")
         (folder / "facts.json").write_text(json.dumps(facts))

@@ -19,10 +19,10 @@ HELD, LONGEST = 95, 1024  # percent of the training texts that a length not aske
 class Prepared:
     """Abstract: a source's texts, of which a subclass gives those to train a vocabulary on."""
 
-    def __init__(self, source: Source, tokenizer: str, key: dict[str, Any]):
-        self.source, self.key = source, key  # all that the texts depend on
-        self.encoder = encoder(tokenizer, texts=self.training, key=key, cache=source.cache)
-        self.settings = {"tokenizer": tokenizer, **key}
+    def __init__(self, source: Source, tokenizer: str, chosen: Mapping[str, Any] | None = None):
+        self.source, self.key = source, {**source.key(), **(chosen or {})}  # all that the texts depend on
+        self.encoder = encoder(tokenizer, texts=self.training, key=self.key, cache=source.cache)
+        self.settings = {"tokenizer": tokenizer, **self.key}
         self.facts: dict[str, Any] = {}  # kept with the tables
 
     def training(self) -> Iterator[str]:
@@ -67,8 +67,7 @@ class Texts(Prepared):
 
     def __init__(self, source: Source, *, roles: Mapping[str, Columns], tokenizer: str):
         self.roles = roles
-        key = {**source.key(), **{role: asked for role, (asked, _) in roles.items()}}
-        super().__init__(source, tokenizer, key)
+        super().__init__(source, tokenizer, {role: asked for role, (asked, _) in roles.items()})
 
     def texts(self, row: Row) -> dict[str, str]:
         """A record's texts, by role."""

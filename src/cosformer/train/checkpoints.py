@@ -4,7 +4,7 @@ import json
 import shutil
 from pathlib import Path
 
-from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from ..seal import damage, is_sealed
 
@@ -16,24 +16,19 @@ def checkpoint_of(out: str | Path, step: int) -> Path:
 
 
 def checkpoints(out: str | Path) -> list[Path]:
-    """Every checkpoint of a run, whole or not, the newest last."""
-    found = [path for path in Path(out).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if step_of(path).isdigit()]
-    return sorted(found, key=lambda path: int(step_of(path)))
-
-
-def step_of(checkpoint: Path) -> str:
-    return checkpoint.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-")
+    """Every checkpoint of a run, whole or not, the newest first."""
+    return [Path(path) for path in reversed(sort_checkpoints(str(out)))]
 
 
 def last_checkpoint(out: str | Path) -> Path | None:
     """The newest that was finished; whether it still is whole is not looked at."""
-    return next(filter(is_sealed, reversed(checkpoints(out))), None)
+    return next(filter(is_sealed, checkpoints(out)), None)
 
 
 def newest_whole(out: str | Path) -> tuple[Path | None, dict[Path, str]]:
     """The checkpoint to go on from, and what is wrong with each newer one."""
     wrong: dict[Path, str] = {}
-    for checkpoint in reversed(checkpoints(out)):
+    for checkpoint in checkpoints(out):
         fault = damage(checkpoint) if is_sealed(checkpoint) else "it was never finished"
         fault = fault or damage_of_best(checkpoint)
         if fault is None:

@@ -36,19 +36,6 @@ def train(argv: list[str]) -> None:
     train_and_say(train_parser(), argv)
 
 
-def train_parser() -> argparse.ArgumentParser:
-    p = training_parser("cosformer train", "Train any mixer on a task.")
-    p.add_argument("task", nargs="?", help=f"one of {', '.join(tasks.names())}")
-    p.add_argument("--mixer", help="what mixes tokens: " + mixers.SAID)
-    sizes = ", ".join(f"{name} ({size})" for name, size in models.SIZES.items())
-    p.add_argument("--size", help=f"{sizes}, published (default: tiny)")
-    p.add_argument("--start", metavar="DIR", help="a saved model to start from, such as a pre-trained one")
-    first = "first masked pre-training on the task's inputs"
-    p.add_argument("--pretrain-first", action="store_true", help=first)
-    p.add_argument("--dry-run", action="store_true", help="check all shapes, take two steps; needs no data")
-    return p
-
-
 def finetune(argv: list[str]) -> None:
     says = "Train a saved model further on another task, its body with a new head; mlm -> classify."
     p = training_parser("cosformer finetune", says)
@@ -72,36 +59,56 @@ def evaluate(argv: list[str]) -> None:
     print(json.dumps(found) if given.json else lines)
 
 
+# An argument is kept under the name of its setting: of `Run`, or, with a dot, of one of its tables.
+# fmt: off
 def parser(prog: str, description: str) -> argparse.ArgumentParser:
     """What all three take."""
     none = argparse.SUPPRESS
     p = argparse.ArgumentParser(prog=prog, description=description, argument_default=none, allow_abbrev=False)
-    p.add_argument("--data", help="a text, CSV, TSV or JSONL file, or a folder (default: the task's own)")
-    p.add_argument("--length", type=int, help="tokens a sequence has at most")
-    p.add_argument("--tokenizer", help='"bpe" (default: made from the data), "bpe:8000", "bytes" or a path')
-    bad = "leave out up to N rows that cannot be read (default: 0, the first is an error)"
-    p.add_argument("--skip-bad-rows", type=int, metavar="N", help=bad)
-    shared = "processes that share each sequence, under torchrun (default: 1)"
-    p.add_argument("--sequence-parallel", type=int, metavar="W", help=shared)
-    p.add_argument("--test-examples", type=int, help="take the final scores on this many examples")
-    other = "any other setting, as in a recipe"
-    p.add_argument("--set", action="append", metavar="TABLE.KEY=VALUE", help=other)
+    add = p.add_argument
+    add("--data", dest="task.data", metavar="DATA",
+        help="a text, CSV, TSV or JSONL file, or a folder (default: the task's own)")
+    add("--length", dest="task.length", metavar="N", type=int, help="tokens a sequence has at most")
+    add("--tokenizer", dest="task.tokenizer", metavar="TOKENIZER",
+        help='"bpe" (default: made from the data), "bpe:8000", "bytes" or a path')
+    add("--skip-bad-rows", dest="task.skip_bad_rows", type=int, metavar="N",
+        help="leave out up to N rows that cannot be read (default: 0, the first is an error)")
+    add("--sequence-parallel", type=int, metavar="W",
+        help="processes that share each sequence, under torchrun (default: 1)")
+    add("--test-examples", type=int, metavar="N", help="take the final scores on this many examples")
+    add("--set", action="append", metavar="TABLE.KEY=VALUE", help="any other setting, as in a recipe")
     return p
 
 
 def training_parser(prog: str, description: str) -> argparse.ArgumentParser:
     p = parser(prog, description)
     p.epilog = THEIRS
-    p.add_argument("--recipe", type=Path, help="a TOML file with the same settings; the command line wins")
-    p.add_argument("--out", help="the run's folder (default: runs/TASK-MIXER)")
-    vocabulary = "softmax (default), or one-vs-each: a bound whose cost does not grow with the vocabulary"
-    p.add_argument("--loss", help=vocabulary)
-    p.add_argument("--loss-samples", type=int, metavar="N", help="classes one-vs-each draws (default: 256)")
-    few = "validate on this many examples while training (default: for less than a tenth of the time)"
-    p.add_argument("--eval-examples", type=int, help=few)
-    again = "go on from the newest whole checkpoint in --out; with a larger --max_steps a finished run, too"
-    p.add_argument("--resume", action="store_true", help=again)
+    add = p.add_argument
+    add("--recipe", type=Path, help="a TOML file with the same settings; the command line wins")
+    add("--out", help="the run's folder (default: runs/TASK-MIXER)")
+    add("--loss", dest="model.loss", metavar="LOSS",
+        help="softmax (default), or one-vs-each: a bound whose cost does not grow with the vocabulary")
+    add("--loss-samples", dest="model.loss_samples", type=int, metavar="N",
+        help="classes one-vs-each draws (default: 256)")
+    add("--eval-examples", type=int, metavar="N",
+        help="validate on this many examples while training (default: for less than a tenth of the time)")
+    add("--resume", action="store_true",
+        help="go on from the newest whole checkpoint in --out; with a larger --max_steps a finished run, too")
     return p
+
+
+def train_parser() -> argparse.ArgumentParser:
+    p = training_parser("cosformer train", "Train any mixer on a task.")
+    add = p.add_argument
+    add("task", nargs="?", help=f"one of {', '.join(tasks.names())}")
+    add("--mixer", help="what mixes tokens: " + mixers.SAID)
+    sizes = ", ".join(f"{name} ({size})" for name, size in models.SIZES.items())
+    add("--size", help=f"{sizes}, published (default: tiny)")
+    add("--start", metavar="DIR", help="a saved model to start from, such as a pre-trained one")
+    add("--pretrain-first", action="store_true", help="first masked pre-training on the task's inputs")
+    add("--dry-run", action="store_true", help="check all shapes, take two steps; needs no data")
+    return p
+# fmt: on
 
 
 def parse(p: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
@@ -129,19 +136,10 @@ def merge(given: argparse.Namespace, training: dict[str, Any], *, task: str | No
     found.setdefault("task", task)
     if found["task"] is None:
         raise SettingsError("no task: name one, or give a --recipe that does")
-    for key in ("data", "length", "tokenizer", "skip_bad_rows"):
-        if key in said:
-            found.setdefault("task_settings", {})[key] = said[key]
-    for key in ("loss", "loss_samples"):
-        if key in said:
-            found.setdefault("model_fields", {})[key] = said[key]
-    for assignment in said.get("set", []):
-        place, equals, value = assignment.partition("=")
-        table, dot, key = place.partition(".")
-        if not (equals and dot and key and table in TABLES):
-            accepted = " or ".join(f"{name}.KEY=VALUE" for name in TABLES)
-            raise SettingsError(f"--set {assignment}: it takes {accepted}")
-        found[TABLES[table]] = (found.get(TABLES[table]) or {}) | {key: toml(value)}
+    places = {place: value for place, value in said.items() if "." in place}
+    for place, value in (places | dict(map(assigned, said.get("set", [])))).items():
+        table, _, key = place.partition(".")
+        found[TABLES[table]] = (found.get(TABLES[table]) or {}) | {key: value}
     if said.get("pretrain_first"):
         found["pretrain"] = found.get("pretrain") or {}
     found["training"] = found.get("training", {}) | training
@@ -154,12 +152,17 @@ def merge(given: argparse.Namespace, training: dict[str, Any], *, task: str | No
     return found
 
 
-def toml(text: str) -> Any:
-    """A TOML value; a bare word is a string."""
+def assigned(text: str) -> tuple[str, Any]:
+    """TABLE.KEY=VALUE as its place and value: a TOML value, or a bare word, which is a string."""
+    place, equals, value = text.partition("=")
+    table, _, key = place.partition(".")
+    if not (equals and key and table in TABLES):
+        accepted = " or ".join(f"{name}.KEY=VALUE" for name in TABLES)
+        raise SettingsError(f"--set {text}: it takes {accepted}")
     try:
-        return tomllib.loads(f"x = {text}")["x"]
+        return place, tomllib.loads(f"x = {value}")["x"]
     except tomllib.TOMLDecodeError:
-        return text
+        return place, value
 
 
 def run_of(model: Path) -> Run | None:

@@ -18,7 +18,6 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from .. import tasks
-from ..tasks.tokens import byte_tokenizer
 from . import models
 from .build import build_model, build_trainer, scores
 from .settings import DEFAULTS, Run, SettingsError
@@ -73,10 +72,13 @@ def check_shapes(run: Run, task: tasks.Task, start: str | None) -> int:
     given, began = DEFAULTS | run.training, time.perf_counter()
     batch, accumulate = run.batch(task), given.get("gradient_accumulation_steps", 1)
     with torch.device("meta"):
-        model = models.CLASSES[task.kind](config_of(run, task, start))
+        made: dict[str, Any] = {"mixer": run.mixer, "size": run.size, "fields": run.model_fields}
+        model = models.CLASSES[task.kind](models.config_of(task, start=start, **made))
     count = models.parameters(model)
+    sizes = shapes_of(task, batch)
+    kind: dict[str, Any] = {"dtype": torch.int64, "device": "meta"}
     with FakeTensorMode(allow_non_fake_inputs=True):  # transformers would ask plain meta tensors for values
-        kept = activations(model.train(), meta_batch(task, batch))
+        kept = activations(model.train(), {name: torch.empty(sizes[name], **kind) for name in sizes})
     tokens = task.max_length * (2 if task.kind == "pair-classification" else 1)
     shapes = f"every shape of a batch of {batch} x {tokens:,} tokens fits"
     print(f"{task.name}: {count:,} parameters; {shapes} ({time.perf_counter() - began:.1f} s)")
@@ -88,22 +90,12 @@ def check_shapes(run: Run, task: tasks.Task, start: str | None) -> int:
     return state + kept // batch
 
 
-def config_of(run: Run, task: tasks.Task, start: str | None) -> Any:
-    if start is None:
-        return models.config_of(task, mixer=run.mixer, size=run.size, fields=run.model_fields)
-    fields = models.label_fields(task) | run.model_fields
-    return models.CLASSES[task.kind].config_class.from_pretrained(start, local_files_only=True, **fields)
-
-
-def meta_batch(task: tasks.Task, rows: int) -> dict[str, Tensor]:
-    """A full batch of the task without values."""
-    ids = torch.empty(rows, task.max_length, dtype=torch.int64, device="meta")
-    if task.kind == "seq2seq":
-        return {"input_ids": ids, "labels": ids.new_empty(rows, task.max_target_length or task.max_length)}
-    if task.kind in ("causal-lm", "masked-lm"):
-        return {"input_ids": ids, "labels": ids}
-    pair = {"pair_input_ids": ids} if task.kind == "pair-classification" else {}
-    return {"input_ids": ids, "labels": ids.new_empty(rows), **pair}
+def shapes_of(task: tasks.Task, rows: int) -> dict[str, tuple[int, ...]]:
+    """The tokens and labels of a full batch."""
+    example = task.collate([task.train[0]])
+    longest = dict.fromkeys((name for name in example if name.endswith("input_ids")), task.max_length)
+    longest["labels"] = task.max_target_length or task.max_length
+    return {name: (rows, length)[: example[name].ndim] for name, length in longest.items()}
 
 
 def activations(model: Any, batch: dict[str, Tensor]) -> int:
@@ -141,39 +133,28 @@ def take_steps(run: Run, task: tasks.Task, start: str | None) -> None:
 def build_task(run: Run, folder: Path) -> tuple[tasks.Task, list[str]]:
     """The run's task, on stand-in data where its own is not there, and what had to stand in."""
     chosen, known, notes = dict(run.task_settings), tasks.settings(run.task), []
-    data = chosen.pop("data", None)
+    data, tokenizer, entries = chosen.get("data"), chosen.get("tokenizer", "bytes"), None
     missing = data is not None and not Path(data).expanduser().exists()
     made = "examples" in known and (data is None or missing)
     if made:
         notes.append(f"{EXAMPLES[0]} examples are made in the place of {(known | chosen)['examples'][0]:,}")
-        chosen["examples"] = EXAMPLES
+        chosen |= {"examples": EXAMPLES, "data": None} if missing else {"examples": EXAMPLES}
     elif missing:
         stands_in = "images stand" if run.task == "image" else "text stands"
         notes.append(f"data {data} is not there: random {stands_in} in")
         write_data(folder / "data", run)
         chosen["data"] = folder / "data"
-    elif data is not None:
-        chosen["data"] = data
     if (made or missing) and "cache" in known:
         chosen["cache"] = folder / "cache"
-    tokenizer = chosen.get("tokenizer", "bytes")
-    if tokenizer.startswith("bpe:"):
-        if missing:
-            chosen["tokenizer"] = stand_in(folder / "tokenizer", int(tokenizer.removeprefix("bpe:")))
-    elif tokenizer not in ("bytes", "bpe") and not Path(tokenizer).expanduser().exists():
+    if tokenizer.startswith("bpe:") and missing:
+        entries = int(tokenizer.removeprefix("bpe:"))
+    elif not (tokenizer.startswith("bpe") or tokenizer == "bytes" or Path(tokenizer).expanduser().exists()):
         notes.append(f"tokenizer {tokenizer} is not there: {VOCABULARY:,} tokens are assumed")
-        chosen["tokenizer"] = stand_in(folder / "tokenizer", VOCABULARY)
-    return tasks.build(run.task, **chosen), notes
-
-
-def stand_in(folder: Path, size: int) -> str:
-    """A tokenizer of bytes whose vocabulary is filled up to a size; its path."""
-    tokenizer = byte_tokenizer()
-    tokenizer.save_pretrained(folder)
-    content = json.loads((folder / "tokenizer.json").read_text())
-    content["model"]["vocab"] |= {f"unused {i}": i for i in range(len(tokenizer), size)}
-    (folder / "tokenizer.json").write_text(json.dumps(content))
-    return str(folder)
+        entries = VOCABULARY
+    if entries is None:
+        return tasks.build(run.task, **chosen), notes
+    task = tasks.build(run.task, **chosen | {"tokenizer": "bytes"})
+    return dataclasses.replace(task, vocab_size=entries), notes
 
 
 def write_data(folder: Path, run: Run) -> None:

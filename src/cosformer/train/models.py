@@ -41,9 +41,17 @@ def size_of(name: str, task: Task) -> Size:
 
 
 def config_of(
-    task: Task, *, mixer: str = "cosformer", size: str = "tiny", fields: dict[str, Any] | None = None
+    task: Task,
+    *,
+    mixer: str = "cosformer",
+    size: str = "tiny",
+    fields: dict[str, Any] | None = None,
+    start: str | None = None,
 ):
-    """The configuration; `fields` are the config's own and win."""
+    """The configuration: new, or that of a saved model to `start` from; `fields` are its own and win."""
+    if start is not None:
+        own = label_fields(task) | (fields or {})
+        return CLASSES[task.kind].config_class.from_pretrained(start, local_files_only=True, **own)
     shape, special = size_of(size, task), task.special
     wide = shape.feedforward or 4 * shape.width
     spread = max(0.02, 0.8 / math.sqrt(shape.width))  # with 0.02 small models barely start

@@ -6,7 +6,6 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -100,60 +99,22 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-class Pace(TrainerCallback):
-    """How long a run still takes, by the means of what its steps, evaluations and checkpoints took.
-
-    An example of an evaluation is taken for a third of one of training until the first evaluation is over.
-    """
-
-    def __init__(self, clock: Callable[[], float] = time.perf_counter):
-        self.clock, self.mark = clock, 0.0
-        self.batch, self.validated, self.at_end = 1, 0, 0  # examples of a step, an evaluation, the end
-        self.took: dict[str, list[float]] = {"step": [], "evaluation": [], "save": []}
-
-    def note(self, what: str | None = None) -> None:
-        now = self.clock()
-        if what is not None:
-            self.took[what].append(now - self.mark)
-        self.mark = now
-
-    def on_train_begin(self, args, state, control, **kwargs):
-        self.note()
-
-    def on_step_end(self, args, state, control, **kwargs):
-        self.note("step")
-
-    def on_evaluate(self, args, state, control, **kwargs):
-        self.note("evaluation")
-
-    def on_save(self, args, state, control, **kwargs):
-        self.note("save")
-
-    def left(self, state) -> float:
-        """Seconds until all is done, the last scores included."""
-        step, evaluation, save = (self.mean(what) for what in self.took)
-        example = evaluation / self.validated if evaluation else step / (3 * self.batch)
-        seconds = (state.max_steps - state.global_step) * step + self.at_end * example
-        for every, each in ((state.eval_steps, self.validated * example), (state.save_steps, save)):
-            if every:
-                seconds += (state.max_steps // every - state.global_step // every) * each
-        return seconds
-
-    def mean(self, what: str) -> float:
-        """The mean of the last hundred; the first, which is slow, counts only while it is alone."""
-        took = self.took[what][1:][-100:] or self.took[what]
-        return sum(took) / max(1, len(took))
-
-
 class Bar(TrainerCallback):
-    """A progress bar on a terminal, a line now and then elsewhere."""
+    """A progress bar on a terminal, a line now and then elsewhere; both say what time is left.
+
+    A step takes the mean since the first, which is slow; evaluations and checkpoints are in it. The last
+    scores, of `at_end` examples, take what the last evaluation took for each; before it is a third of a
+    training example's assumed.
+    """
 
     every = 30.0  # seconds between lines
     form = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
-    def __init__(self, metrics: Metrics, pace: Pace):
+    def __init__(self, metrics: Metrics, *, at_end: int, batch: int):
         self.bar: tqdm | None = None
-        self.said, self.metrics, self.pace = 0.0, metrics, pace
+        self.said, self.metrics, self.at_end, self.batch = 0.0, metrics, at_end, batch
+        self.first: tuple[int, float] | None = None  # the first step of this process, and when it was over
+        self.scored = 0.0  # seconds of an evaluation's example
 
     def on_train_begin(self, args, state, control, **kwargs):
         if state.is_world_process_zero and sys.stderr.isatty():
@@ -161,8 +122,21 @@ class Bar(TrainerCallback):
             self.bar = tqdm(unit="step", dynamic_ncols=True, **done)
 
     def on_step_end(self, args, state, control, **kwargs):
+        self.first = self.first or (state.global_step, time.perf_counter())
         if self.bar is not None:
             self.bar.update(state.global_step - self.bar.n)
+
+    def on_evaluate(self, args, state, control, metrics=None, **kwargs):
+        if speed := metrics.get("eval_samples_per_second"):
+            self.scored = 1 / speed
+
+    def left(self, state) -> float:
+        """Seconds until all is done."""
+        now = time.perf_counter()
+        step, then = self.first or (state.global_step, now)
+        each = (now - then) / max(1, state.global_step - step)
+        scored = self.scored or each / self.batch / 3
+        return (state.max_steps - state.global_step) * each + self.at_end * scored
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or not logs:
@@ -171,7 +145,7 @@ class Bar(TrainerCallback):
             found = {key.removeprefix("eval_"): logs[key] for key in logs if key.startswith("eval_")}
             self.say(f"step {state.global_step:,}: {show(found)}")
         elif "loss" in logs:
-            speed, left = self.metrics.speed, clock(self.pace.left(state))
+            speed, left = self.metrics.speed, clock(self.left(state))
             line = f"loss {logs['loss']:.4f}, {speed:,.0f} tokens/s, {left} left"
             if self.bar is not None:
                 self.bar.set_postfix_str(line)
@@ -188,8 +162,8 @@ class Bar(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         if self.bar is not None:
             self.bar.close()
-        if state.is_world_process_zero and self.pace.at_end and state.global_step >= state.max_steps:
-            print(f"scoring {self.pace.at_end:,} examples of validation and test", flush=True)
+        if state.is_world_process_zero and self.at_end and state.global_step >= state.max_steps:
+            print(f"scoring {self.at_end:,} examples of validation and test", flush=True)
 
 
 def show(scores: dict[str, float]) -> str:

@@ -20,7 +20,7 @@ from . import models
 from .alive import Lost, watched
 from .build import at_end, build_model, build_task, build_trainer, refused, scores
 from .checkpoints import newest_whole, put_aside
-from .progress import Bar, Interrupt, Metrics, Pace, say
+from .progress import Bar, Interrupt, Metrics, say
 from .settings import DEFAULTS, Run, SettingsError
 from .trainer import UNWRITABLE, Interrupted, Stopped, Trainer
 
@@ -71,17 +71,10 @@ def check_folder(run: Run, *, resume: bool) -> bool:
         return False
     if not resume:
         raise SettingsError(f"{out} already holds a run; go on with --resume, or choose another --out")
-    saved, given, longer = Run.load(out / "run.json").plain(), run.plain(), False
-    for settings in (saved, given):
-        settings["training"] = {"max_steps": DEFAULTS["max_steps"], **settings["training"]}
-        for key in (*SPREAD, "out"):
-            settings["training"].pop(key, None)
-            settings.pop(key, None)
+    saved, given, longer = comparable(Run.load(out / "run.json")), comparable(run), False
     for key in LENGTH:
-        before, now = (settings["training"].get(key, 0) for settings in (saved, given))
-        if 0 < before < now:
-            longer, saved["training"][key] = True, now
-    saved, given = flat(saved), flat(given)
+        if 0 < saved.get(key, 0) < given.get(key, 0):
+            longer, saved[key] = True, given[key]
     for name in saved | given:
         if saved.get(name) != given.get(name):
             told = f"{out} holds another run: its {name} is {saved.get(name)!r}, not {given.get(name)!r}"
@@ -90,12 +83,12 @@ def check_folder(run: Run, *, resume: bool) -> bool:
     return longer
 
 
-def flat(settings: dict[str, Any]) -> dict[str, Any]:
-    """Settings without tables: a table's key stands for itself."""
-    found: dict[str, Any] = {}
-    for name, value in settings.items():
+def comparable(run: Run) -> dict[str, Any]:
+    """The settings in which a run that goes on is the same, a table's keys among the others."""
+    found = {"max_steps": DEFAULTS["max_steps"]}
+    for name, value in run.plain().items():
         found |= value if isinstance(value, dict) and name != "pretrain" else {name: value}
-    return found
+    return {name: value for name, value in found.items() if name not in (*SPREAD, "out")}
 
 
 def finished(out: Path) -> dict[str, Any] | None:
@@ -128,13 +121,13 @@ def stage(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallba
     out, began = Path(run.out), time.perf_counter()
     with Interrupt() as interrupt:
         model = build_model(run, task, start=start)
-        metrics, pace = Metrics(out / "metrics.jsonl"), Pace()
-        trainer = build_trainer(run, task, model, [interrupt, metrics, pace, watch or Bar(metrics, pace)])
+        metrics = Metrics(out / "metrics.jsonl")
+        trainer = build_trainer(run, task, model, [interrupt, metrics])
         check_batch_norm(model, trainer)
         examples = run.test_examples or at_end(trainer)
-        pace.batch = trainer.get_total_train_batch_size(trainer.args)
-        pace.validated = len(trainer.eval_dataset)
-        pace.at_end = sum(min(examples, len(rows)) for rows in (task.validation, task.test))
+        scored = sum(min(examples, len(rows)) for rows in (task.validation, task.test))
+        batch = trainer.get_total_train_batch_size(trainer.args)
+        trainer.add_callback(watch or Bar(metrics, at_end=scored, batch=batch))
         first = trainer.is_world_process_zero()
         if first and watch is None:
             print(description(run, task, model), flush=True)
