@@ -338,6 +338,7 @@ def test_tuning_puts_the_best_that_runs_on_top_of_the_table(monkeypatch, tmp_pat
     file = tmp_path / "blocks.json"
     file.write_text(blocks.FILE.read_text())
     monkeypatch.setattr(blocks, "FILE", file)
+    blocks.rows.cache_clear()
     monkeypatch.setattr(tune, "backend_problem", lambda *_: None)
     monkeypatch.setattr(tune, "training_step", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Abacus")
@@ -352,12 +353,13 @@ def test_tuning_puts_the_best_that_runs_on_top_of_the_table(monkeypatch, tmp_pat
     before = len(blocks.rows())
     tune.run(SimpleNamespace(device="cuda", head_dims=[64], dtypes=["bfloat16"]), lambda text: None)
     assert "Abacus, size 64, bfloat16" in capsys.readouterr().out
-    blocks._read.cache_clear()
+    blocks.rows.cache_clear()
     blocks.blocks.cache_clear()
     assert len(blocks.rows()) == before + 1
     found = blocks.blocks(64, 64, 2, "Abacus", 0)
     assert (found.chunk, found.gather.key, found.read.stages) == (64, 64, 2)
     assert blocks.rows()[0].device == "Abacus"
+    blocks.rows.cache_clear()
     blocks.blocks.cache_clear()
 
 

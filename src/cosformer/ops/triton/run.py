@@ -2,8 +2,9 @@
 
 A bidirectional call without decay gathers one state and reads it: two launches. Any other walks: a state
 is carried along the axis of positions, and what enters each chunk is kept in scratch memory for the readers,
-who take all chunks at once. Where that memory would pass SCRATCH bytes the axis is cut into parts, walked and
-read one after another. The backward does so for the queries, then for the keys. Nothing waits for the device.
+who take all chunks at once. Where that memory would pass SCRATCH bytes the axis is cut into parts (parts.py),
+walked and read one after another. The backward does so for the queries, then for the keys. Nothing waits for
+the device.
 """
 
 import math
@@ -120,8 +121,8 @@ class _Run:
     def axis(self, part: Part, own: _Party, other: _Party | None = None) -> Axis:
         """That part, as kernels take it."""
         length = self.length if self.walks else own.place.length
-        cut, position = (part.chunks, part.skip, part.chunks), self.call.position
-        return Axis(self.H, part.rows, length, *cut, position, own.place, (other or own).place, part.table)
+        chunks, places = (part.chunks, part.skip, part.chunks), (own.place, (other or own).place)
+        return Axis(self.H, part.rows, length, *chunks, self.call.position, *places, part.table)
 
     def weighed(self, dout: Tensor, y: Outputs) -> _Party:
         """The queries with what the backward takes for their values."""
