@@ -52,8 +52,8 @@ def in_the_interpreter(*options: str, **environment: str) -> None:
     assert " passed" in done.stdout, done.stdout
 
 
-def suite_in_the_interpreter(*options: str) -> None:
-    files = (f"test_{name}.py" for name in SUITE)
+def suite_in_the_interpreter(names: list[str], *options: str) -> None:
+    files = (f"test_{name}.py" for name in names)
     in_the_interpreter(*files, *options, COSFORMER_TEST_BACKEND="triton")
 
 
@@ -66,14 +66,15 @@ def test_in_the_interpreter():
 @installed
 @compiled
 def test_chosen_of_the_suite_in_the_interpreter():
-    suite_in_the_interpreter("-k", CHOSEN)
+    suite_in_the_interpreter(SUITE, "-k", CHOSEN)
 
 
 @installed
 @compiled
 @pytest.mark.slow
-def test_all_of_the_suite_in_the_interpreter():
-    suite_in_the_interpreter()
+@pytest.mark.parametrize("name", SUITE)
+def test_all_of_the_suite_in_the_interpreter(name):
+    suite_in_the_interpreter([name])
 
 
 # In the interpreter tiles are of 16 and chunks of 32: these sizes need several of each.

@@ -143,14 +143,17 @@ class _Run:
         tokens. Where nothing walks there is one state for each row, which may be known already."""
         if known is not None:
             yield _Entering(None, _states(known))
-        elif self.walks and self.packed is None:
-            yield from self.walked(party, cut(self.B, self.whole(party).chunks, self.fitting), first, last)
-        elif self.walks:
+        elif self.packed is not None:  # each part on its own
             for part in self.packed.parts:
-                yield from self.walked(party, [part], None, None)
+                if self.walks:
+                    yield from self.walked(party, [part], first, last)
+                else:
+                    yield _Entering(part, _states(self.total(party, part, first, last)))
+        elif self.walks:
+            parts = cut(self.B, self.whole(party).chunks, self.fitting)
+            yield from self.walked(party, parts, first, last)
         else:
-            for part in [None] if self.packed is None else self.packed.parts:
-                yield _Entering(part, _states(self.total(party, part or self.whole(party), first, last)))
+            yield _Entering(None, _states(self.total(party, self.whole(party), first, last)))
 
     def walked(
         self, party: _Party, parts: list[Part], first: Tensor | None, last: Tensor | None

@@ -56,7 +56,7 @@ class Axis(NamedTuple):
 def travelling(axis: Axis) -> Axis:
     """The axis with its integers as they travel."""
     *numbers, own, other, table = axis
-    return Axis(*map(odd, numbers), Place(*map(odd, own)), Place(*map(odd, other)), table)
+    return Axis._make([*map(odd, numbers), Place(*map(odd, own)), Place(*map(odd, other)), table])
 
 
 class States(NamedTuple):
