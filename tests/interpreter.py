@@ -3,23 +3,31 @@
     COSFORMER_TEST_BACKEND=triton TRITON_INTERPRET=1 python -m pytest tests/test_operator.py -n 0
 
 The interpreter patches Triton's language anew in every function of a kernel, asks of every sum whether it
-overflows, and builds a table for every dtype: two thirds of its time. Nothing of that is tested here, but for
-overflows, which tests/test_triton.py looks at with the check on. Tiles are large, since a program costs the
-same whatever its size; tests/test_triton.py takes small ones.
+overflows, and describes every type from scratch: four fifths of its time. Nothing of that is tested here, but
+for overflows, which tests/test_triton.py looks at with the check on. Tiles are large, since a program costs
+nearly the same whatever its size; tests/test_triton.py takes small ones.
 """
 
 import numpy as np
+import triton.language as tl
 from triton.runtime import interpreter
 
 from cosformer.ops import operator
 from cosformer.ops.triton import blocks as table
 from cosformer.ops.triton.blocks import Blocks, Tiles
 
-LARGE = Blocks(64, 1, *(Tiles(64, 64, 4, 1) for _ in range(3)))
+LARGE = Blocks(128, 1, *(Tiles(128, 128, 4, 1) for _ in range(3)))
 
 
 def hasten(*, overflows: bool) -> None:
-    """Patch the language once a launch for each module and keep the tables; look for overflows or not."""
+    """Patch the language once a launch, describe a type once; look for overflows or not."""
+    _patch_once()
+    _remember_types()
+    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", overflows)
+
+
+def _patch_once() -> None:
+    """The language is patched once a launch for each module."""
     patch, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
 
     def once(function):
@@ -33,16 +41,33 @@ def hasten(*, overflows: bool) -> None:
         return launch(*args, **options)
 
     interpreter._patch_lang, interpreter.GridExecutor.__call__ = once, launched
-    found, known = interpreter._get_np_dtype, {}
+
+
+def _remember_types() -> None:
+    """What is said of a type, of a block of it and of a tensor of it is said once."""
+    numpys, block, tensor = interpreter._get_np_dtype, tl.block_type.__init__, tl.tensor.__init__
+    of_numpy, of_block, of_tensor = {}, {}, {}
 
     def dtype(kind):
         name = kind.scalar.name
-        if name not in known:
-            known[name] = found(kind)
-        return known[name]
+        if name not in of_numpy:
+            of_numpy[name] = numpys(kind)
+        return of_numpy[name]
 
-    interpreter._get_np_dtype = dtype
-    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", overflows)
+    def make_block(self, element_ty, shape):
+        key = element_ty.name, *(getattr(n, "value", n) for n in shape)  # numbers, or Triton's constants
+        if key not in of_block:
+            block(self, element_ty, shape)
+            of_block[key] = dict(self.__dict__)
+        self.__dict__.update(of_block[key])
+
+    def make_tensor(self, handle, type):
+        if type.name not in of_tensor:
+            tensor(self, None, type)
+            of_tensor[type.name] = dict(self.__dict__)
+        self.__dict__.update(of_tensor[type.name], handle=handle)
+
+    interpreter._get_np_dtype, tl.block_type.__init__, tl.tensor.__init__ = dtype, make_block, make_tensor
 
 
 def serve() -> None:

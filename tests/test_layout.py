@@ -40,7 +40,7 @@ LAW = {
 ORDER = {
     "ops": [
         "call triton",
-        "checks fades packing shard triton.blocks triton.packed triton.tiles",
+        "checks fades packing shard triton.blocks triton.parts triton.tiles",
         "triton.device triton.kernels",
         "operator _native _torch triton.run",
         "_rows trust",  # trust compares with torch

@@ -32,13 +32,13 @@ if _triton.INTERPRETED and "COSFORMER_TEST_BACKEND" not in os.environ:
 
     interpreter.hasten(overflows=True)
 
-# The operator's own suite on this backend (tests/interpreter.py): what shows most in little time. The slow
-# mark has all of it.
+# The operator's own suite on this backend (tests/interpreter.py): what the tests below do not show, and what
+# takes little time. The slow mark has all of it.
 SUITE = ["errors", "decay", "torch_features", "stream", "operator", "backends"]
 CHOSEN = (
     "tiny_lengths and (0-5 or 5-0) or rows_with_nothing and float32 and True or state_is_part_of_the_graph"
     " or saved_and_loaded or beams or memory_of_cross or never_changed or rates_begin and float32"
-    " or test_checkpoint or test_jacobian or marks_instead or layouts_match or zero_decay or rates_as_numbers"
+    " or test_checkpoint or marks_instead or layouts_match or rates_as_numbers"
     " or do_not_leak or default_horizon_is or test_definition and float32 and 9-20-40 and True-True"
     " or test_packed_is_looped and lengths2 and True-head or waits_for_a_device or refused"
 )
@@ -52,8 +52,8 @@ def in_the_interpreter(*options: str, **environment: str) -> None:
     assert " passed" in done.stdout, done.stdout
 
 
-def suite_in_the_interpreter(*options: str) -> None:
-    files = (f"test_{name}.py" for name in SUITE)
+def suite_in_the_interpreter(names: list[str], *options: str) -> None:
+    files = (f"test_{name}.py" for name in names)
     in_the_interpreter(*files, *options, COSFORMER_TEST_BACKEND="triton")
 
 
@@ -66,14 +66,15 @@ def test_in_the_interpreter():
 @installed
 @compiled
 def test_chosen_of_the_suite_in_the_interpreter():
-    suite_in_the_interpreter("-k", CHOSEN)
+    suite_in_the_interpreter(SUITE, "-k", CHOSEN)
 
 
 @installed
 @compiled
 @pytest.mark.slow
-def test_all_of_the_suite_in_the_interpreter():
-    suite_in_the_interpreter()
+@pytest.mark.parametrize("name", SUITE)
+def test_all_of_the_suite_in_the_interpreter(name):
+    suite_in_the_interpreter([name])
 
 
 # In the interpreter tiles are of 16 and chunks of 32: these sizes need several of each.
@@ -86,16 +87,17 @@ HALF = [(False, None), (False, "position"), (True, "position")]
 
 @interpreted
 @pytest.mark.parametrize(
-    ("causal", "decay", "dtype"),
+    ("causal", "decay", "dtype", "horizon"),
     [
-        *((*kind, torch.float32) for kind in KINDS),
-        *((*kind, dtype) for kind in HALF for dtype in (torch.bfloat16, torch.float16)),
+        *((*kind, torch.float32, [60, math.inf]) for kind in KINDS),
+        *((*kind, torch.bfloat16, 90) for kind in HALF),
+        *((*kind, torch.float16, math.inf) for kind in HALF),  # without a cosine, other kernels
     ],
 )
-def test_tiles(causal, decay, dtype):
+def test_tiles(causal, decay, dtype, horizon):
     q, k, v = inputs(**SMALL if dtype == torch.float32 else TINY, dtype=dtype)
     q, v = q.mT.contiguous().mT, v.transpose(1, 2).contiguous().transpose(1, 2)  # whatever the strides
-    options = {"causal": causal, "decay": rates(decay, 1, 2, 40), "horizon": [60, math.inf]}
+    options = {"causal": causal, "decay": rates(decay, 1, 2, 40), "horizon": horizon}
     judge(on("triton"), q, k, v, key_mask=torch.rand(1, 40) > 0.3, **options)
 
 
@@ -109,13 +111,27 @@ def test_queries_far_behind_the_keys(causal, rate):
 
 
 @interpreted
-@pytest.mark.parametrize(("causal", "decay"), [(False, None), (False, "position"), (True, "head")])
-def test_packed(causal, decay):
+@pytest.mark.parametrize(
+    ("causal", "decay", "parts"),
+    [(False, None, 3), (False, "position", 3), (True, "head", 3), (True, "head", 1)],
+)
+def test_packed(monkeypatch, causal, decay, parts):
+    """In one part, or in several: where there is room for the states of two chunks, the first two sequences
+    make one."""
+    from cosformer.ops.triton import parts as cutting
+    from cosformer.ops.triton import run
+
+    def packed(boundaries, chunk, room, device):
+        made = cutting.packed(boundaries, chunk, 2 if parts > 1 else room, device)
+        assert len(made.parts) == parts
+        return made
+
+    monkeypatch.setattr(run, "packed", packed)
     lengths = [5, 0, 33, 1]
     q, k, v = inputs(**{**TINY, "L": 39, "S": 39})
     cu, mask = torch.tensor([0, *lengths]).cumsum(0), torch.rand(1, 39) > 0.2
 
-    def packed(q, k, v, decay):
+    def together(q, k, v, decay):
         options = {"cu_seqlens": cu, "decay": decay, "key_mask": mask, "horizon": 60}
         return on("triton")(q, k, v, causal=causal, **options)
 
@@ -131,7 +147,7 @@ def test_packed(causal, decay):
 
         return loop
 
-    compare(packed, alone, (q, k, v, rates(decay, 1, 2, 39)), (1, 2, 39, 5))
+    compare(together, alone, (q, k, v, rates(decay, 1, 2, 39)), (1, 2, 39, 5))
 
 
 @interpreted
@@ -205,29 +221,29 @@ def parts(monkeypatch):
 
     monkeypatch.setattr(blocks, "INTERPRETED", blocks.Blocks(16, 1, *blocks.INTERPRETED[2:]))
     monkeypatch.setattr(run, "SCRATCH", 1)
-    found, parts_of = [], run._Run.parts
-    monkeypatch.setattr(run._Run, "parts", lambda *args: found.append(parts_of(*args)) or found[-1])
+    found, cut = [], run.cut
+    monkeypatch.setattr(run, "cut", lambda *args: found.append(cut(*args)) or found[-1])
     yield
     assert found and all([part.chunks for part in some] == [4, 3, 3] for some in found)
 
 
-LONG_ROWS = {"B": 2, "H": 1, "Hk": 1, "L": 150, "S": 150, "D": 6, "E": 5}
+LONG_ROWS = {"B": 1, "H": 1, "Hk": 1, "L": 150, "S": 150, "D": 6, "E": 5}
 
 
 @interpreted
 @pytest.mark.parametrize(
-    ("causal", "decay"), [(True, None), (True, "position"), (False, "head"), (False, "position")]
+    ("causal", "decay", "rows"), [(True, None, 1), (True, "position", 2), (False, "head", 1)]
 )
-def test_a_long_axis_is_taken_in_parts(parts, causal, decay):
-    options = {"causal": causal, "decay": rates(decay, 2, 1, 150), "horizon": 200}
-    judge(on("triton"), *inputs(**LONG_ROWS), **options)
+def test_a_long_axis_is_taken_in_parts(parts, causal, decay, rows):
+    options = {"causal": causal, "decay": rates(decay, rows, 1, 150), "horizon": 200}
+    judge(on("triton"), *inputs(**LONG_ROWS | {"B": rows}), **options)
 
 
 @interpreted
 def test_a_state_goes_through_all_parts(parts):
     """In and out, with gradients."""
     q, k, v = inputs(**LONG_ROWS)
-    tensors = (q, k, v, rates("position", 2, 1, 150), torch.rand(2, 1, 12, 6))
+    tensors = (q, k, v, rates("position", 1, 1, 150), torch.rand(1, 1, 12, 6))
 
     def run(backend):
         def call(q, k, v, decay, state):

@@ -55,17 +55,12 @@ INTERPRETED = Blocks(32, 2, *(Tiles(16, 16, 4, 1) for _ in range(3)))  # so that
 
 
 @cache
-def _read(file: Path) -> list[Row]:
-    return [_row(*line) for line in json.loads(file.read_text())]
-
-
 def rows() -> list[Row]:
     """The table of this process."""
-    return _read(FILE)
-
-
-def _row(device: str | None, size: int, bytes_: int, shared: int, chunk: int, steps: int, *tiles) -> Row:
-    return Row(device, size, bytes_, shared, Blocks(chunk, steps, *(Tiles(*t) for t in tiles)))
+    found = []
+    for device, size, bytes_, shared, chunk, steps, *tiles in json.loads(FILE.read_text()):
+        found.append(Row(device, size, bytes_, shared, Blocks(chunk, steps, *(Tiles(*t) for t in tiles))))
+    return found
 
 
 def put(row: Row) -> None:

@@ -2,8 +2,9 @@
 
 A bidirectional call without decay gathers one state and reads it: two launches. Any other walks: a state
 is carried along the axis of positions, and what enters each chunk is kept in scratch memory for the readers,
-who take all chunks at once. Where that memory would pass SCRATCH bytes the axis is cut into parts, walked and
-read one after another. The backward does so for the queries, then for the keys. Nothing waits for the device.
+who take all chunks at once. Where that memory would pass SCRATCH bytes the axis is cut into parts (parts.py),
+walked and read one after another. The backward does so for the queries, then for the keys. Nothing waits for
+the device.
 """
 
 import math
@@ -20,7 +21,7 @@ from torch import Tensor
 from ..call import Call, Grads, Inputs, Outputs, Upstream, dense, theta
 from . import device, kernels
 from .blocks import Tiles
-from .packed import packed
+from .parts import Part, cut, packed
 from .tiles import Axis, Options, Place, Side, States, Weights, odd, travelling
 
 SCRATCH = 256 * 2**20  # bytes of states that enter chunks: with fewer there are more launches
@@ -29,8 +30,8 @@ PROGRAMS = 512  # keep a device busy: a sum over all tokens is cut into stretche
 
 def forward(x: Inputs, call: Call) -> Outputs:
     run, y = _Run(x, call), Outputs.empty(x, call)
-    for part, states in run.entering(run.keys, x.state, y.after):
-        run.read(y.out, run.queries, run.keys, part, states, norm=y.norm)
+    for states in run.entering(run.keys, x.state, y.after):
+        run.read(y.out, run.queries, run.keys, states, y.norm)
     return y
 
 
@@ -38,11 +39,11 @@ def backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> Grads:
     run, grads = _Run(x, call), Grads.empty(x)
     q, k = run.weighed(upstream.dout, y), run.keys
     dA_query, dA_key = run.owed(q), run.owed(k)
-    for part, states in run.entering(k, x.state, known=None if run.walks else y.after):
-        run.grad(grads.q, dA_query, q, k, part, states)
-    for part, mirrors in run.entering(q, upstream.dafter, grads.state):
-        run.grad(grads.k, dA_key, k, q, part, mirrors)
-        run.read(grads.v, k, q, part, mirrors)
+    for states in run.entering(k, x.state, known=None if run.walks else y.after):
+        run.grad(grads.q, dA_query, q, k, states)
+    for mirrors in run.entering(q, upstream.dafter, grads.state):
+        run.grad(grads.k, dA_key, k, q, mirrors)
+        run.read(grads.v, k, q, mirrors)
     if dA_query is None or dA_key is None:
         return grads
     query, key = (t.sum(-1, dtype=torch.float64) for t in (dA_query, dA_key))
@@ -62,16 +63,11 @@ class _Party(NamedTuple):
     sees: str  # what is before it, after it, or both
 
 
-class _Part(NamedTuple):
-    """Chunks of every row that are walked and read together: so many, after those that are skipped."""
-
-    skip: int
-    chunks: int
-
-
 class _Entering(NamedTuple):
-    """The states that enter chunks, or rows, from the left and from the right; None where nothing does."""
+    """The states that enter the chunks of a part from the left and from the right; None where nothing does.
+    Without a part it is one state for all chunks of a row."""
 
+    part: Part | None
     before: States | None = None
     after: States | None = None
 
@@ -82,13 +78,18 @@ class _Run:
     def __init__(self, x: Inputs, call: Call):
         self.x, self.call, self.device = x, call, x.q.device
         (self.B, self.H, L, D), (_, Hk, S, E) = x.q.shape, x.v.shape
-        self.two_sided = call.two_sided(x)
+        self.two_sided, self.state_shape = call.two_sided(x), call.state_shape(x.q, x.v)
         self.kept = torch.bfloat16 if x.q.dtype == torch.bfloat16 else torch.float32  # see tiles.States
         self.walks = call.causal or self.two_sided
         arithmetic = device.arithmetic(x.q.dtype, self.device)
         self.blocks = device.blocks(D, E, 2 if arithmetic[1] is tl.bfloat16 else 4, self.device)
         C = self.blocks.chunk
-        self.packed = None if x.cu_seqlens is None else packed(tuple(x.cu_seqlens.tolist()), C, self.device)
+        _, _, F, columns = self.state_shape
+        each = self.H * F * (columns - 1) * self.kept.itemsize * (2 if self.two_sided else 1)
+        self.fitting = max(1, SCRATCH // max(1, each))  # chunks whose states find room
+        self.packed = None
+        if x.cu_seqlens is not None:
+            self.packed = packed(tuple(x.cu_seqlens.tolist()), C, self.fitting, self.device)
 
         rated = None if x.decay is None else ("head", "position")[x.decay.ndim == 3]
         self.options = Options(D, E, C, call.relu, call.cosine, rated, call.signed, *arithmetic)
@@ -112,17 +113,16 @@ class _Run:
         self.queries = _Party(query, Place(L, start, call.q_offset - start), self.H, 1, sees[0])
         self.keys = _Party(key, Place(S, 0, 0), Hk, self.H // Hk, sees[1])
 
-    def axis(self, own: _Party, other: _Party | None = None, part: _Part | None = None) -> Axis:
-        """The axis along which a party gathers or reads, or a part of it."""
-        length = self.length if self.walks else own.place.length
-        rows, table = (self.B, None) if self.packed is None else (self.packed.rows, self.packed.table)
-        skip, chunks = part or (0, _up(length, self.options.C))
-        places = own.place, (other or own).place
-        return Axis(self.H, rows, length, chunks, skip, chunks, self.call.position, *places, table)
+    def whole(self, party: _Party) -> Part:
+        """All chunks along which a party gathers or reads."""
+        chunks = _up(self.length if self.walks else party.place.length, self.options.C)
+        return Part(self.B, chunks, self.B * chunks)
 
-    def chunks(self, axis: Axis) -> int:
-        """Of all rows."""
-        return axis.rows * axis.chunks if self.packed is None else self.packed.chunks
+    def axis(self, part: Part, own: _Party, other: _Party | None = None) -> Axis:
+        """That part, as kernels take it."""
+        length = self.length if self.walks else own.place.length
+        chunks, places = (part.chunks, part.skip, part.chunks), (own.place, (other or own).place)
+        return Axis(self.H, part.rows, length, *chunks, self.call.position, *places, part.table)
 
     def weighed(self, dout: Tensor, y: Outputs) -> _Party:
         """The queries with what the backward takes for their values."""
@@ -138,79 +138,85 @@ class _Run:
 
     def entering(
         self, party: _Party, first: Tensor | None, last: Tensor | None = None, known: Tensor | None = None
-    ) -> Iterator[tuple[_Part | None, _Entering]]:
+    ) -> Iterator[_Entering]:
         """Part by part, the states of one party as the other reads them; `last` receives the one after all
-        tokens. Where nothing walks there is one state, which may be known already."""
-        if not self.walks:
-            yield None, _Entering(_states(self.total(party, first, last) if known is None else known))
-            return
-        parts, rightward = self.parts(party), party.sees == "after"
+        tokens. Where nothing walks there is one state for each row, which may be known already."""
+        if known is not None:
+            yield _Entering(None, _states(known))
+        elif self.packed is not None:  # each part on its own
+            for part in self.packed.parts:
+                if self.walks:
+                    yield from self.walked(party, [part], first, last)
+                else:
+                    yield _Entering(part, _states(self.total(party, part, first, last)))
+        elif self.walks:
+            parts = cut(self.B, self.whole(party).chunks, self.fitting)
+            yield from self.walked(party, parts, first, last)
+        else:
+            yield _Entering(None, _states(self.total(party, self.whole(party), first, last)))
+
+    def walked(
+        self, party: _Party, parts: list[Part], first: Tensor | None, last: Tensor | None
+    ) -> Iterator[_Entering]:
+        """Parts that follow one another; a state goes from each to the next."""
+        rightward = party.sees == "after"
         if self.two_sided:
             right, before = self.ends(party, parts), None
             for part in parts:
                 after = self.carry() if part is not parts[-1] else None
                 states = self.walk(party, part, before, after)
-                yield part, _Entering(states, self.walk(party, part, right.pop(), leftward=True))
+                yield _Entering(part, states, self.walk(party, part, right.pop(), leftward=True))
                 before = after
             return
         for number, part in enumerate(parts if rightward else reversed(parts)):
             after = last if number == len(parts) - 1 else self.carry()
             states = self.walk(party, part, first, after, leftward=not rightward)
-            yield part, _Entering(before=states) if rightward else _Entering(after=states)
+            yield _Entering(part, before=states) if rightward else _Entering(part, after=states)
             first = after
 
-    def parts(self, party: _Party) -> list[_Part]:
-        """The axis in parts of nearly the same number of chunks; packed sequences stay in one."""
-        axis, (_, H, F, columns) = self.axis(party), self.call.state_shape(self.x.q, self.x.v)
-        each = axis.rows * H * F * (columns - 1) * self.kept.itemsize * (2 if self.two_sided else 1)
-        count = 1 if self.packed is not None else _up(axis.chunks, max(4, SCRATCH // max(1, each)))
-        edges = [_up(axis.chunks * i, max(1, count)) for i in range(max(1, count) + 1)]
-        return [_Part(a, b - a) for a, b in zip(edges, edges[1:])]
-
-    def ends(self, party: _Party, parts: list[_Part]) -> list[Tensor | None]:
+    def ends(self, party: _Party, parts: list[Part]) -> list[Tensor | None]:
         """What enters each part from its right, that of the first part last."""
         found: list[Tensor | None] = [None]
         for part in reversed(parts[1:]):
             after = self.carry()
-            self.gather(party, self.axis(party, part=part), found[-1], None, after, leftward=True)
+            self.gather(party, self.axis(part, party), found[-1], None, after, leftward=True)
             found.append(after)
         return found
 
     def carry(self) -> Tensor:
         """One state of every row."""
-        return self.sums(*self.call.state_shape(self.x.q, self.x.v))
+        return self.sums(*self.state_shape)
 
-    def total(self, party: _Party, first: Tensor | None, last: Tensor | None) -> Tensor:
-        """The one state (rows, H, F, E + 1) of all tokens."""
-        axis, (_, *shape) = self.axis(party), self.call.state_shape(self.x.q, self.x.v)
+    def total(self, party: _Party, part: Part, first: Tensor | None, last: Tensor | None) -> Tensor:
+        """The one state of each row, (rows, H, F, E + 1)."""
+        axis, (_, *shape) = self.axis(part, party), self.state_shape
         if last is None:
-            last = self.sums(axis.rows, *shape)
+            last = self.sums(part.rows, *shape)
         programs, stretches = math.prod(self.gather_grid(axis)), 1
         if self.packed is None and first is None and programs:
-            stretches = max(1, min(PROGRAMS // programs, axis.chunks // 8))
-        axis = axis._replace(stretch=_up(axis.chunks, stretches))
-        parts = last if stretches == 1 else self.sums(stretches * axis.rows, *shape)
-        self.gather(party, axis, first, None, parts, stretches)
+            stretches = max(1, min(PROGRAMS // programs, part.chunks // 8))
+        axis = axis._replace(stretch=_up(part.chunks, stretches))
+        sums = last if stretches == 1 else self.sums(stretches * part.rows, *shape)
+        self.gather(party, axis, first, None, sums, stretches)
         if stretches > 1:
-            torch.sum(parts.unflatten(0, (stretches, axis.rows)), 0, out=last)
+            torch.sum(sums.unflatten(0, (stretches, part.rows)), 0, out=last)
         return last
 
     def walk(
-        self, party: _Party, part: _Part, first: Tensor | None, last: Tensor | None = None, leftward=False
+        self, party: _Party, part: Part, first: Tensor | None, last: Tensor | None = None, leftward=False
     ) -> States | None:
         """The states that enter the chunks of a part, (chunks, H, F, E). What enters the only one of a row is
         `first`."""
-        axis = self.axis(party, part=part)
-        several = (axis.chunks if self.packed is None else self.packed.most) > 1
-        each = self.room(self.chunks(axis), leftward and self.two_sided) if several else None
+        each = self.room(part.all, leftward and self.two_sided) if part.chunks > 1 else None
         if each is not None or last is not None:
-            self.gather(party, axis, first, each, last, leftward=leftward)
+            self.gather(party, self.axis(part, party), first, each, last, leftward=leftward)
         return each if each is not None or first is None else _states(first)
 
     def room(self, chunks: int, another: bool) -> States:
         """The same for every part, and for both passes of a backward: the device does one after another."""
         if another not in self.rooms or len(self.rooms[another].matrix) < chunks:
-            _, H, F, columns = self.call.state_shape(self.x.q, self.x.v)
+            self.rooms.pop(another, None)
+            _, H, F, columns = self.state_shape
             matrix = self.x.q.new_empty((chunks, H, F, columns - 1), dtype=self.kept)
             self.rooms[another] = States(*_strided(matrix), *_strided(self.sums(chunks, H, F)))
         return self.rooms[another]
@@ -235,40 +241,19 @@ class _Run:
         leftward: bool = False,
     ) -> None:
         start, end = (None if t is None else _states(t) for t in (first, last))
-        grid = self.gather_grid(axis, stretches)
         tensors = party.side, travelling(axis), self.weights, start, each, end
-        tiles, steps = self.blocks.gather, self.blocks.steps
-        changes = {
-            "group": party.group,
-            "leftward": leftward,
-            "steps": steps,
-            "C": self.blocks.chunk // steps,
-        }
-        self.launch(kernels.gather, grid, tiles, *tensors, **changes)
+        steps = self.blocks.steps
+        options = {"leftward": leftward, "steps": steps, "C": self.blocks.chunk // steps}
+        grid = self.gather_grid(axis, stretches)
+        self.launch(kernels.gather, grid, self.blocks.gather, *tensors, group=party.group, **options)
 
     def read(
-        self,
-        out: Tensor,
-        own: _Party,
-        other: _Party,
-        part: _Part | None,
-        states: _Entering,
-        norm: Tensor | None = None,
+        self, out: Tensor, own: _Party, other: _Party, states: _Entering, norm: Tensor | None = None
     ) -> None:
         """What a party reads of the other's values; with a norm, divided by it."""
-        tiles, axis = self.blocks.read, self.axis(own, other, part)
-        grid = self.chunks(axis), _up(self.options.E, tiles.value), own.heads
-        tensors = (
-            *_strided(out),
-            norm,
-            self.call.eps,
-            own.side,
-            other.side,
-            travelling(axis),
-            self.weights,
-            *states,
-        )
-        self.launch(kernels.read, grid, tiles, *tensors, **self.sight(own, other))
+        tiles = self.blocks.read
+        across = _up(self.options.E, tiles.value)
+        self.look(kernels.read, tiles, across, own, other, states, *_strided(out), norm, self.call.eps)
 
     def owed(self, party: _Party) -> Tensor | None:
         """With decay, room for the gradient of a party's A, to be added up over the tiles of D."""
@@ -276,23 +261,28 @@ class _Run:
             return None
         return self.sums(self.B, self.H, party.place.length, _up(self.options.D, self.blocks.grad.key))
 
-    def grad(
+    def grad(self, out: Tensor, dA: Tensor | None, own: _Party, other: _Party, states: _Entering) -> None:
+        """The gradient of a party's features; with decay, also that of its A."""
+        tiles = self.blocks.grad
+        self.look(kernels.grad, tiles, _up(self.options.D, tiles.key), own, other, states, *_strided(out), dA)
+
+    def look(
         self,
-        out: Tensor,
-        dA: Tensor | None,
+        kernel: Any,
+        tiles: Tiles,
+        across: int,
         own: _Party,
         other: _Party,
-        part: _Part | None,
         states: _Entering,
+        *results: Any,
     ) -> None:
-        """The gradient of a party's features; with decay, also that of its A."""
-        tiles, axis = self.blocks.grad, self.axis(own, other, part)
-        grid = self.chunks(axis), _up(self.options.D, tiles.key), own.heads
-        tensors = *_strided(out), dA, own.side, other.side, travelling(axis), self.weights, *states
-        self.launch(kernels.grad, grid, tiles, *tensors, **self.sight(own, other))
-
-    def sight(self, own: _Party, other: _Party) -> dict[str, Any]:
-        return {"group": own.group, "shared": other.group, "pairs": self.walks, "sees": own.sees}
+        """One party looks at the other, all chunks of a part at once, in so many tiles across."""
+        part, before, after = states
+        part = part or self.whole(own)
+        axis = travelling(self.axis(part, own, other))
+        tensors = *results, own.side, other.side, axis, self.weights, before, after
+        sight = {"group": own.group, "shared": other.group, "pairs": self.walks, "sees": own.sees}
+        self.launch(kernel, (part.all, across, own.heads), tiles, *tensors, **sight)
 
     def launch(self, kernel: Any, grid: tuple[int, ...], tiles: Tiles, *tensors: Any, **changes: Any) -> None:
         if 0 in grid:

@@ -56,8 +56,7 @@ class Axis(NamedTuple):
 def travelling(axis: Axis) -> Axis:
     """The axis with its integers as they travel."""
     *numbers, own, other, table = axis
-    places = (Place(*[2 * n + 3 for n in place]) for place in (own, other))
-    return Axis._make([*(2 * n + 3 for n in numbers), *places, table])
+    return Axis._make([*map(odd, numbers), Place(*map(odd, own)), Place(*map(odd, other)), table])
 
 
 class States(NamedTuple):

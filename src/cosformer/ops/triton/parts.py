@@ -1,0 +1,60 @@
+"""The parts of an axis: chunks that are walked and read together, few enough for their states to find room.
+
+Rows of one length are cut across: a part has some chunks of every row, and states are carried from part to
+part. Packed sequences are rows of their own and know nothing of one another: a part has some of them, whole.
+"""
+
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Part(NamedTuple):
+    """Chunks of some rows."""
+
+    rows: int
+    chunks: int  # of the longest row ...
+    all: int  # ... and of all rows
+    skip: int = 0  # of each row, in the parts before
+    table: Tensor | None = None  # packed: the boundaries, the first chunk of each row, the row of each chunk
+
+
+class Packed(NamedTuple):
+    """Packed sequences."""
+
+    parts: list[Part]
+    begin: Tensor  # of the sequence of each token
+    end: Tensor
+
+
+def cut(rows: int, chunks: int, room: int) -> list[Part]:
+    """Rows in parts of nearly the same number of chunks: of all rows as many as there is room for, of each
+    row four at least."""
+    count = max(1, -(-chunks // max(4, room // max(1, rows))))
+    edges = [-(-chunks * i // count) for i in range(count + 1)]
+    return [Part(rows, b - a, rows * (b - a), skip=a) for a, b in zip(edges, edges[1:])]
+
+
+@lru_cache(maxsize=8)  # for all layers of a model: to another device this is a transfer
+def packed(boundaries: tuple[int, ...], chunk: int, room: int, device: torch.device) -> Packed:
+    """Sequences in parts of as many chunks as there is room for, of one sequence at least."""
+    cu = torch.tensor(boundaries, device="cpu")
+    lengths = cu.diff()
+    counts, firsts, filled = (lengths + chunk - 1) // chunk, [0], 0
+    for row, count in enumerate(counts.tolist()):
+        if filled and filled + count > room:
+            firsts.append(row)
+            filled = 0
+        filled += count
+    edges = zip(firsts, [*firsts[1:], len(counts)])
+    parts = [_sequences(cu[a : b + 1], counts[a:b], device) for a, b in edges]
+    begin, end = (edge.repeat_interleave(lengths) for edge in (cu[:-1], cu[1:]))
+    return Packed(parts, *(t.to(device, non_blocking=True) for t in (begin, end)))
+
+
+def _sequences(boundaries: Tensor, counts: Tensor, device: torch.device) -> Part:
+    rows = torch.arange(len(counts), device="cpu").repeat_interleave(counts)
+    table = torch.cat([boundaries, counts.cumsum(0) - counts, counts.sum()[None], rows])
+    return Part(len(counts), int(counts.max()), len(rows), table=table.to(device, non_blocking=True))
