@@ -132,9 +132,9 @@ bool one_call() {
         if (after == c.state_in.data && after) like.state_out = c.state_in;
         cosformer_places places = {c.q.data, c.k.data, c.v.data, c.out.data, nullptr, const_cast<float *>(c.decay),
                                    const_cast<uint8_t *>(c.mask), c.state_in.data, after, c.position, c.threads};
-        if (cosformer_forward_at(&like, &places)) return false;
+        if (cosformer_forward(&like, &places)) return false;
     }
-    if (cosformer_forward(&c)) return false;
+    if (cosformer_forward(&c, nullptr)) return false;
     bool good = finite(c.out, {c.B, c.H, c.L, c.E});
 
     const int64_t key_grad = two_sweeps || c.H != c.Hk ? F32 : half;
@@ -150,7 +150,10 @@ bool one_call() {
         std::fill_n(g.dA, count, 0.0);
         g.ddecay = allocate<double>(c.B * c.H * (c.decay_per_position ? c.S : std::max<int64_t>(c.sequences, 1)));
     }
-    if (c.L && cosformer_backward(&c, &g)) return false;
+    cosformer_places places = {c.q.data, c.k.data, c.v.data, c.out.data, c.norm, const_cast<float *>(c.decay),
+                               const_cast<uint8_t *>(c.mask), c.state_in.data, c.state_out.data, c.position, c.threads};
+    cosformer_grad_places grads = {g.dout.data, g.dq.data, g.dk.data, g.dv.data, g.dstate_out.data, g.dstate_in.data, g.dA, g.ddecay};
+    if (c.L && cosformer_backward(&c, &g, &places, &grads)) return false;
     good = good && (!c.L || finite(g.dq, {c.B, c.H, c.L, c.D}));
     if (!good)
         std::printf("not finite: L %ld S %ld D %ld E %ld causal %ld relu %ld dtype %ld\n", c.L, c.S, c.D, c.E, c.causal, c.relu, half);

@@ -92,6 +92,11 @@ typedef struct {
     int64_t position, threads;
 } cosformer_places;
 
+/* The same for the fields of cosformer_grads. */
+typedef struct {
+    void *dout, *dq, *dk, *dv, *dstate_out, *dstate_in, *dA, *ddecay;
+} cosformer_grad_places;
+
 /* dq, dk, dv have one head per QUERY head (the caller sums groups).  dq must be float32 when causal or with decay,
  * dk and dv when bidirectional with decay: two sweeps add into them. */
 typedef struct {
@@ -157,10 +162,11 @@ typedef struct {
 int cosformer_step(const cosformer_block *blocks, const cosformer_kept *kept, int64_t count, float *x /* (B, C) */, int64_t B, int64_t C,
                    int64_t position, int64_t threads);
 
-/* These return 0, 1 when memory ran out, or 2 when a decay rate is negative, infinite or NaN; then the output means nothing. */
-int cosformer_forward(const cosformer_call *call);
-int cosformer_forward_at(const cosformer_call *call, const cosformer_places *places);
-int cosformer_backward(const cosformer_call *call, const cosformer_grads *grads);
+/* These return 0, 1 when memory ran out, or 2 when a decay rate is negative, infinite or NaN; then the output means nothing.
+ * Places that are NULL are those in the call itself. */
+int cosformer_forward(const cosformer_call *call, const cosformer_places *places);
+int cosformer_backward(const cosformer_call *call, const cosformer_grads *grads, const cosformer_places *places,
+                       const cosformer_grad_places *grad_places);
 
 /* All of this fresh memory is about to be written: the system may hand it out in huge pages. */
 void cosformer_expect(void *data, int64_t bytes);
