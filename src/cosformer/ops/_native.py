@@ -69,9 +69,8 @@ class _Kernel:
         self.norm = library.cosformer_norm
         self.step = library.cosformer_step
         self.step.argtypes = [
-            ctypes.c_char_p,
-            ctypes.c_char_p,
-            ctypes.c_int64,
+            *[ctypes.c_char_p] * 2,
+            *[ctypes.c_int64] * 2,
             ctypes.c_void_p,
             *[ctypes.c_int64] * 4,
         ]
@@ -225,9 +224,8 @@ def plan(x: Inputs, call: Call, graph: bool) -> Run | None:
     packed, large = _packed(x, y, call, angles), y.out.nbytes >= _LARGE
     shape, strides = y.out.shape, y.out.stride()
     state = None if y.after is None else (y.after.shape, y.after.stride())
-    norms = y.norm.numel() if graph or call.two_sided(x) else 0
-    hidden = graph and y.after is not None and not call.keep_state  # the state is the backward's alone
-    rest_size = (norms + (y.after.numel() if hidden and y.after is not None else 0),)
+    keeps_norm, norms = graph or call.two_sided(x), y.norm.numel()
+    hidden = 0 if y.after is None or call.keep_state or not graph else y.after.numel()  # the backward's alone
 
     def run(q, k, v, decay, mask, before, position, held=angles):
         out = q.new_empty_strided(shape, strides)
@@ -235,8 +233,8 @@ def plan(x: Inputs, call: Call, graph: bool) -> Run | None:
         if call.keep_state:
             after = q.new_empty_strided(*state, dtype=torch.float32)
             after_at = after.data_ptr()
-        if norms:
-            rest = q.new_empty_strided(rest_size, (1,), dtype=torch.float32)
+        if keeps_norm:
+            rest = q.new_empty_strided((norms + hidden,), (1,), dtype=torch.float32)
             norm_at = rest.data_ptr()
             if hidden:
                 after_at = norm_at + 4 * norms
@@ -284,22 +282,24 @@ def _backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> RunBackw
     likes = gradient(x.q, call.causal or two_sided), *(gradient(t, two_sided or grouped) for t in (x.k, x.v))
     kinds = [(t.shape, t.stride(), t.dtype) for t in likes]
     large = any(t.nbytes >= _LARGE for t in likes)
-    tensors = (upstream.dout, *likes, upstream.dafter, x.state)  # the gradient of a state is as the state
+    dstate_like = None if x.state is None else x.state.new_empty(x.state.shape)
+    tensors = (upstream.dout, *likes, upstream.dafter, dstate_like)
     packed = _packed(x, y, call, angles)
     packed_grads = _GRADS.pack(*(number for t in tensors for number in described(t)), 0, 0)
     unseen = call.q_offset + L if call.causal and S > call.q_offset + L else None  # keys that no query sees
-    dtype, per_position = x.q.dtype, x.decay is not None and x.decay.ndim == 3
+    dtype, summed = x.q.dtype, x.q.dtype != torch.float32
+    per_position = x.decay is not None and x.decay.ndim == 3
     rate_size = S if per_position else 1 if x.cu_seqlens is None else len(x.cu_seqlens) - 1
     sums_shape = (B, H, max(call.q_offset + L, S))
 
     def run(dout, dafter, q, k, v, decay, mask, state, out, norm_at, after_at, position, held=angles):
-        dq, dk, dv = (q.new_empty_strided(shape, strides, dtype=dtype) for shape, strides, dtype in kinds)
+        dq, dk, dv = [q.new_empty_strided(shape, strides, dtype=kind) for shape, strides, kind in kinds]
         if large:
             _fresh(dq), _fresh(dk), _fresh(dv)
         if unseen is not None:
             dk[:, :, unseen:] = 0
             dv[:, :, unseen:] = 0
-        dstate = None if state is None else state.new_empty_strided(state.shape, state.stride())
+        dstate = None if state is None else state.new_empty(state.shape)
         ddecay, sums = None, (0, 0)
         if decay is not None:
             dA = decay.new_zeros(sums_shape, dtype=torch.float64)
@@ -322,7 +322,9 @@ def _backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> RunBackw
             dk, dv = (g.transpose(1, 2).unflatten(2, (Hk, H // Hk)).sum(3).transpose(1, 2) for g in (dk, dv))
         if ddecay is not None:
             ddecay = (ddecay if per_position else ddecay.sum((0, 2))).to(decay.dtype)
-        return Grads(dq.to(dtype), dk.to(dtype), dv.to(dtype), ddecay, dstate)
+        if summed:
+            dq, dk, dv = dq.to(dtype), dk.to(dtype), dv.to(dtype)
+        return Grads(dq, dk, dv, ddecay, dstate)
 
     return run
 
