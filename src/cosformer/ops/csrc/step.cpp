@@ -6,10 +6,6 @@
 #include <cstdint>
 #include <vector>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 #include "cosformer.h"
 #include "decode.h"
 #include "host.h"
@@ -131,12 +127,6 @@ class Step {
 
     static const T *in(const void *parameter) { return static_cast<const T *>(parameter); }
 
-    static void meet() {
-#ifdef _OPENMP
-#pragma omp barrier
-#endif
-    }
-
     // One head of row `at`: convolution, norms, rate, state.
     void mix(const cosformer_block &b, const cosformer_kept &kept, int64_t at, int64_t head) {
         constexpr int most = 256;  // the largest size
@@ -196,14 +186,7 @@ int run(const cosformer_block *blocks, const cosformer_kept *kept, int64_t count
     Step<T> step(blocks, kept, count, x, B, C, position);
     threads = host::forked() || C < 128 ? 1 : std::max<int64_t>(threads, 1);  // a narrow block is done before a thread is awake
     std::vector<float> normed(threads * B * C);
-#ifdef _OPENMP
-    if (threads > 1) {
-#pragma omp parallel num_threads(static_cast<int>(threads))
-        step.run(omp_get_thread_num(), omp_get_num_threads(), normed.data() + omp_get_thread_num() * B * C);
-        return step.refused() ? 2 : 0;
-    }
-#endif
-    step.run(0, 1, normed.data());
+    team(threads, [&](int64_t thread, int64_t all) { step.run(thread, all, normed.data() + thread * B * C); });
     return step.refused() ? 2 : 0;
 } catch (const std::bad_alloc &) {
     return 1;
