@@ -36,7 +36,7 @@ bench: .venv/installed
 	$(BIN)/cosformer bench --mixers all --out benchmarks/mixers.jsonl --plot docs/mixers.svg
 	$(BIN)/cosformer report benchmarks/operators.jsonl benchmarks/models.jsonl --page docs/speed.md
 
-# Random calls of the kernel under the address and undefined-behaviour sanitizers.
+# Random calls of the kernel under the address, undefined-behaviour and thread sanitizers.
 fuzz: .venv/installed
 	$(BIN)/python tests/test_native.py $(SECONDS_FUZZ)
 

@@ -132,9 +132,9 @@ bool one_call() {
         if (after == c.state_in.data && after) like.state_out = c.state_in;
         cosformer_places places = {c.q.data, c.k.data, c.v.data, c.out.data, nullptr, const_cast<float *>(c.decay),
                                    const_cast<uint8_t *>(c.mask), c.state_in.data, after, c.position, c.threads};
-        if (cosformer_forward_at(&like, &places)) return false;
+        if (cosformer_forward(&like, &places)) return false;
     }
-    if (cosformer_forward(&c)) return false;
+    if (cosformer_forward(&c, nullptr)) return false;
     bool good = finite(c.out, {c.B, c.H, c.L, c.E});
 
     const int64_t key_grad = two_sweeps || c.H != c.Hk ? F32 : half;
@@ -150,7 +150,10 @@ bool one_call() {
         std::fill_n(g.dA, count, 0.0);
         g.ddecay = allocate<double>(c.B * c.H * (c.decay_per_position ? c.S : std::max<int64_t>(c.sequences, 1)));
     }
-    if (c.L && cosformer_backward(&c, &g)) return false;
+    cosformer_places places = {c.q.data, c.k.data, c.v.data, c.out.data, c.norm, const_cast<float *>(c.decay),
+                               const_cast<uint8_t *>(c.mask), c.state_in.data, c.state_out.data, c.position, c.threads};
+    cosformer_grad_places grads = {g.dout.data, g.dq.data, g.dk.data, g.dv.data, g.dstate_out.data, g.dstate_in.data, g.dA, g.ddecay};
+    if (c.L && cosformer_backward(&c, &g, &places, &grads)) return false;
     good = good && (!c.L || finite(g.dq, {c.B, c.H, c.L, c.D}));
     if (!good)
         std::printf("not finite: L %ld S %ld D %ld E %ld causal %ld relu %ld dtype %ld\n", c.L, c.S, c.D, c.E, c.causal, c.relu, half);
@@ -166,6 +169,13 @@ float *numbers(int64_t count, float scale = 1) {
 // A token through random blocks.
 bool one_step() {
     blocks.clear();
+    const int64_t dtype = one_of({F32, BF16});
+    auto parameters = [&](int64_t count, float scale = 1) -> void * {
+        if (dtype == F32) return numbers(count, scale);
+        uint16_t *p = allocate<uint16_t>(count);
+        for (int64_t i = 0; i < count; i++) p[i] = bf16(scale * uniform());
+        return p;
+    };
     const int64_t B = pick(1, 4), C = chance(30) ? pick(128, 160) : pick(1, 60), count = pick(1, 3), position = pick(0, 100);
     std::vector<cosformer_block> stack(count);
     std::vector<cosformer_kept> kept(count);
@@ -175,13 +185,13 @@ bool one_step() {
         b.conv_width = chance(70) ? pick(2, 6) : 0, b.relu = chance(80), b.signed_norm = !b.relu && chance(50);
         b.eps = b.relu ? 1e-6 : 1, b.norm_eps = b.qk_norm_eps = 1e-6, b.largest_exponent = 20;
         auto linear = [&](int64_t rows, int64_t columns) {
-            return cosformer_linear{numbers(rows * columns, 0.3f), chance(50) ? numbers(rows) : nullptr, rows};
+            return cosformer_linear{parameters(rows * columns, 0.3f), chance(50) ? parameters(rows) : nullptr, rows};
         };
         const int64_t q = b.heads * b.size, kv = b.kv_heads * b.size, channels[3] = {q, kv, kv};
-        b.norm = numbers(C), b.mlp_norm = numbers(C);
+        b.norm = parameters(C), b.mlp_norm = parameters(C);
         b.q = linear(q, C), b.k = linear(kv, C), b.v = linear(kv, C), b.o = linear(C, q);
         b.gate = linear(b.hidden, C), b.up = linear(b.hidden, C), b.down = linear(C, b.hidden);
-        if (chance(50)) b.q_norm = numbers(b.size), b.k_norm = numbers(b.size);
+        if (chance(50)) b.q_norm = parameters(b.size), b.k_norm = parameters(b.size);
         if (chance(50)) b.output_gate = linear(q, C);
         if (chance(60)) {
             float *rates = numbers(b.heads);
@@ -196,10 +206,10 @@ bool one_step() {
         }
         kept[i].state = numbers(B * b.heads * b.size * (b.theta ? 2 : 1) * (b.size + 1));
         for (int p = 0; p < 3 && b.conv_width; p++)
-            b.conv[p] = numbers(channels[p] * b.conv_width), kept[i].last[p] = numbers(B * (b.conv_width - 1) * channels[p]);
+            b.conv[p] = parameters(channels[p] * b.conv_width), kept[i].last[p] = parameters(B * (b.conv_width - 1) * channels[p]);
     }
     float *x = numbers(B * C);
-    return cosformer_step(stack.data(), kept.data(), count, x, B, C, position, pick(1, 3)) == 0;
+    return cosformer_step(stack.data(), kept.data(), count, dtype, x, B, C, position, pick(1, 3)) == 0;
 }
 
 }  // namespace

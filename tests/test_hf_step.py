@@ -86,6 +86,20 @@ def test_equals_the_blocks(ways, kind, rows):
     assert (fast - slow).abs().max() <= tolerance * slow.abs().max()
 
 
+@pytest.mark.parametrize("kind", ["cosformer", "cosine", "hybrid", "gate and biases", "odd sizes", "threads"])
+def test_weights_in_bfloat16_are_summed_in_float32(ways, kind):
+    """So the result is nearer to that of the same weights in float32 than the blocks' own."""
+    it = model(**MODELS[kind]).to(torch.bfloat16)
+    exact = copy.deepcopy(it).float()
+    fast = decoded(it, ids(2, 7), ids(2, 9, 2))
+    assert all(ways) and len(ways) == 9 and fast.dtype == torch.bfloat16
+    ways.general()
+    slow, wanted = (decoded(one, ids(2, 7), ids(2, 9, 2)) for one in (it, exact))
+    fast_error, slow_error = ((found - wanted).square().mean() for found in (fast, slow))
+    assert fast_error <= slow_error
+    assert (fast - wanted).abs().max() <= 0.05 * wanted.abs().max()
+
+
 @pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"do_sample": True, "num_return_sequences": 2}])
 @pytest.mark.parametrize("kind", ["cosformer", "hybrid"])
 def test_text_is_the_same(ways, kind, options):
@@ -208,7 +222,7 @@ def test_who_goes_the_general_way(ways):
         assert not goes(output_hidden_states=True)  # transformers' hooks stay
         it = model()
         assert goes()
-        it.bfloat16()
+        it.half()
         assert not goes()
 
 

@@ -179,27 +179,26 @@ def test_openmp_runtime_is_shared():
     assert len(runtimes) == 1, runtimes
 
 
-# Not under ThreadSanitizer: it cannot see how the OpenMP runtime orders threads (gcc's is built without it),
-# and takes every barrier for a race. `test_threads` and `test_concurrent_calls` compare results instead.
-
-
-def test_sanitizers(tmp_path):
-    """A short fuzz of the kernel under the address and undefined-behaviour sanitizers; see `make fuzz`."""
+@pytest.mark.parametrize("sanitizers", ["address,undefined", "thread"])
+def test_sanitizers(tmp_path, sanitizers):
+    """A short fuzz of the kernel under sanitizers; see `make fuzz`."""
     if not (shutil.which("cmake") and (shutil.which("c++") or shutil.which("g++"))):
         pytest.skip("needs cmake and a C++ compiler")
-    fuzz(tmp_path, seconds=15)
+    fuzz(tmp_path, sanitizers, seconds=10)
 
 
-def fuzz(build: Path, seconds: int) -> None:
-    configure = ["cmake", "-S", str(ROOT), "-B", str(build), "-DCOSFORMER_SANITIZE=address,undefined"]
+def fuzz(build: Path, sanitizers: str, seconds: int) -> None:
+    configure = ["cmake", "-S", str(ROOT), "-B", str(build), f"-DCOSFORMER_SANITIZE={sanitizers}"]
     subprocess.run(configure, check=True, capture_output=True)
     subprocess.run(["cmake", "--build", str(build), "--target", "fuzz"], check=True, capture_output=True)
-    run = subprocess.run([str(build / "fuzz"), str(seconds)], capture_output=True, text=True)
+    environment = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}
+    run = subprocess.run([str(build / "fuzz"), str(seconds)], capture_output=True, text=True, env=environment)
     assert run.returncode == 0, run.stdout + run.stderr
-    print(run.stdout)
+    print(sanitizers, run.stdout)
 
 
 if __name__ == "__main__":  # make fuzz
     import tempfile
 
-    fuzz(Path(tempfile.mkdtemp()), int(sys.argv[1]))
+    for sanitizers in ("address,undefined", "thread"):
+        fuzz(Path(tempfile.mkdtemp()), sanitizers, int(sys.argv[1]) // 2)

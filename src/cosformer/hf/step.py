@@ -1,7 +1,7 @@
 """The next token of a decoder through all its blocks at once: which blocks and which calls go this way.
 
-The kernel takes a block as `CosformerStack` makes it, with a linear mixer, in float32 on the CPU, that nobody
-has changed and nobody listens to. Another block, as a hybrid's softmax layers are, is called between the
+The kernel takes a block as `CosformerStack` makes it, with a linear mixer, in float32 or bfloat16 on the CPU,
+that nobody has changed and nobody listens to. Another block, as a hybrid's softmax layers are, is called between the
 others. A call that records, differentiates, traces, masks the token or asks for more than the last hidden
 state goes the general way, which `tests/test_hf_step.py` compares this one with.
 """
@@ -40,16 +40,21 @@ def next_token(stack: Any, x: Tensor, cache: CosformerCache, mask: Tensor | None
         return None
     if not reaches(position + 1, found.reach, causal=True):
         return None
-    hidden = x[:, 0].clone(memory_format=torch.contiguous_format)
+    hidden = _own(x)
     for run in found.runs:
         if isinstance(run, nn.Module):
-            hidden = run(hidden[:, None], past_key_values=cache, use_cache=True)[:, 0].contiguous()
+            hidden = _own(run(hidden[:, None].to(x.dtype), past_key_values=cache, use_cache=True))
         else:
             blocks, numbers = run
             blocks(hidden, [(kept[i].mixer.tensor, *kept[i].last) for i in numbers], position)
     for i in found.taken:
         layers[i].advance()
-    return hidden[:, None]
+    return hidden[:, None].to(x.dtype)
+
+
+def _own(x: Tensor) -> Tensor:
+    """The tokens of x (B, 1, C) as the kernel changes them: (B, C), in float32."""
+    return x[:, 0].to(torch.float32, memory_format=torch.contiguous_format, copy=True)
 
 
 def _fits(kept, block: Block, x: Tensor, position: int) -> bool:
@@ -58,17 +63,19 @@ def _fits(kept, block: Block, x: Tensor, position: int) -> bool:
     The kernel writes where it is told: what is kept of another model must not reach it.
     """
     state = None if kept is None else kept.mixer
-    if type(state) is not State or state.position != position or x.shape[-1] != block.norm.shape[0]:
+    if type(state) is not State or state.position != position:
+        return False
+    if x.shape[-1] != block.norm.shape[0] or x.dtype != block.dtype:
         return False
     tensors = (state.tensor, *kept.last)
-    if [tuple(t.shape) for t in tensors] != block.kept(x.shape[0]):
+    if [(t.shape, t.dtype) for t in tensors] != block.kept(x.shape[0]):
         return False
     plain = state.origin is None and state.fade is None and not state.start
     made, own = (
         list(h) * (block.heads // len(h)) for h in (state.horizons or block.horizons, block.horizons)
     )
     plain = plain and made == own  # one for all is the same as one per head
-    return plain and all(t.dtype == torch.float32 and t.is_cpu and t.is_contiguous() for t in tensors)
+    return plain and all(t.is_cpu and t.is_contiguous() for t in tensors)
 
 
 class _Found:

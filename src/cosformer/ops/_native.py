@@ -10,12 +10,13 @@ import os
 import struct
 import sys
 from functools import cache, reduce
+from operator import is_
 from pathlib import Path
 
 import torch  # before the kernel is loaded, so that both use the OpenMP runtime that torch brings
 from torch import Tensor
 
-from .call import Backend, Call, Grads, Inputs, Outputs, Run, Upstream, dense, projected, theta
+from .call import Backend, Call, Grads, Inputs, Outputs, Run, RunBackward, Upstream, dense, projected, theta
 from .checks import check_rates
 
 ISAS = ("avx512", "avx2", "neon", "baseline")  # best first
@@ -24,12 +25,13 @@ DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CALL = struct.Struct("=13qd6q5q24qq12q")  # struct cosformer_call
 _PLACES = struct.Struct("=9q2q")  # struct cosformer_places
 _GRADS = struct.Struct("=36q2q")  # struct cosformer_grads
+_GRAD_PLACES = struct.Struct("=8q")  # struct cosformer_grad_places
 CONVOLUTION = struct.Struct("=8q12q2q")  # struct cosformer_convolution_call
 NORM = struct.Struct("=3qdq24qq")  # struct cosformer_norm_call
 _ABSENT = (0,) * 6  # a tensor that is not there
 BLOCK = struct.Struct("=7q4d4q27q3q2q")  # struct cosformer_block
-_STRUCTS = (_CALL, _PLACES, _GRADS, CONVOLUTION, NORM, BLOCK)
-_ABI = reduce(lambda abi, struct: 1000 * abi + struct.size, _STRUCTS, 0)
+_STRUCTS = (_CALL, _PLACES, _GRADS, _GRAD_PLACES, CONVOLUTION, NORM, BLOCK)
+_ABI = reduce(lambda abi, struct: (1000 * abi + struct.size) % 1_000_000_007, _STRUCTS, 0)
 _LARGE = 1 << 25  # bytes: smaller memory malloc gives out again, pages and all; this comes fresh every time
 _CPU = torch.device("cpu")
 
@@ -62,24 +64,21 @@ class _Kernel:
             )
         self.supports = library.cosformer_cpu_supports
         self.forward = library.cosformer_forward
-        self.forward_at = library.cosformer_forward_at
         self.backward = library.cosformer_backward
         self.convolution = library.cosformer_convolution
         self.norm = library.cosformer_norm
         self.step = library.cosformer_step
         self.step.argtypes = [
-            ctypes.c_char_p,
-            ctypes.c_char_p,
-            ctypes.c_int64,
+            *[ctypes.c_char_p] * 2,
+            *[ctypes.c_int64] * 2,
             ctypes.c_void_p,
             *[ctypes.c_int64] * 4,
         ]
         self.expect = library.cosformer_expect
         self.expect.argtypes, self.expect.restype = [ctypes.c_void_p, ctypes.c_int64], None
-        for function in (self.supports, self.forward, self.convolution, self.norm):
+        for function in (self.supports, self.convolution, self.norm):
             function.argtypes = [ctypes.c_char_p]
-        for function in (self.forward_at, self.backward):
-            function.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+        self.forward.argtypes, self.backward.argtypes = [ctypes.c_char_p] * 2, [ctypes.c_char_p] * 4
 
 
 def usable() -> list[str]:
@@ -209,79 +208,125 @@ def forward(x: Inputs, call: Call) -> Outputs:
     y, x, angles = Outputs.empty(x, call), _in_memory(x), _angles(x, call)
     _fresh(y.out)
     if not _is_added_to(x, call):
-        check(kernel().forward(_packed(x, y, call, angles)), x.decay)
+        check(kernel().forward(_packed(x, y, call, angles), None), x.decay)
         return y
     summed = y._replace(out=_fresh(torch.empty_like(y.out, dtype=torch.float32)))
-    check(kernel().forward(_packed(x, summed, call, angles)), x.decay)
+    check(kernel().forward(_packed(x, summed, call, angles), None), x.decay)
     y.out.copy_(summed.out)
     return y
 
 
 def plan(x: Inputs, call: Call, graph: bool) -> Run | None:
     """`forward`, packed once for all tensors like these: each time only their addresses are filled in."""
-    as_it_is = all(a is b for a, b in zip(x, _in_memory(x), strict=True))
-    if not as_it_is or x.cu_seqlens is not None or _is_added_to(x, call):
+    if not all(map(is_, x, _in_memory(x))) or x.cu_seqlens is not None or _is_added_to(x, call):
         return None
-    y, angles, call_at = Outputs.empty(x, call), _angles(x, call), kernel().forward_at
+    y, angles, run_at = Outputs.empty(x, call), _angles(x, call), kernel().forward
     packed, large = _packed(x, y, call, angles), y.out.nbytes >= _LARGE
     shape, strides = y.out.shape, y.out.stride()
-    norm_shape = y.norm.shape if graph or call.two_sided(x) else None
-    state_shape = y.after.shape if y.after is not None and (graph or call.keep_state) else None
+    state = None if y.after is None else (y.after.shape, y.after.stride())
+    keeps_norm, norms = graph or call.two_sided(x), y.norm.numel()
+    hidden = 0 if y.after is None or call.keep_state or not graph else y.after.numel()  # the backward's alone
 
-    def run(q, k, v, decay, mask, state, position, held=angles):
+    def run(q, k, v, decay, mask, before, position, held=angles):
         out = q.new_empty_strided(shape, strides)
-        norm = None if norm_shape is None else q.new_empty(norm_shape, dtype=torch.float32)
-        after = None if state_shape is None else q.new_empty(state_shape, dtype=torch.float32)
+        after, after_at, rest, norm_at = None, 0, None, 0
+        if call.keep_state:
+            after = q.new_empty_strided(*state, dtype=torch.float32)
+            after_at = after.data_ptr()
+        if keeps_norm:
+            rest = q.new_empty_strided((norms + hidden,), (1,), dtype=torch.float32)
+            norm_at = rest.data_ptr()
+            if hidden:
+                after_at = norm_at + 4 * norms
         if large:
             _fresh(out)
         places = _PLACES.pack(
-            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(),
-            0 if norm is None else norm.data_ptr(),
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), norm_at,
             0 if decay is None else decay.data_ptr(),
             0 if mask is None else mask.data_ptr(),
-            0 if state is None else state.data_ptr(),
-            0 if after is None else after.data_ptr(),
-            position, torch.get_num_threads(),
+            0 if before is None else before.data_ptr(),
+            after_at, position, torch.get_num_threads(),
         )  # fmt: skip
-        if failed := call_at(packed, places):
+        if failed := run_at(packed, places):
             check(failed, decay)
-        return out, norm, after
+        return out, after, rest
 
     return run
 
 
 def backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> Grads:
-    x, angles = _in_memory(x), _angles(x, call)
+    x = _in_memory(x)
     y = Outputs(dense(y.out), y.norm.contiguous(), y.after)  # vmap may expand the normaliser
-    dout, dafter = dense(upstream.dout), _rows(upstream.dafter)
+    upstream = Upstream(dense(upstream.dout), _rows(upstream.dafter))
+    after_at = 0 if y.after is None else y.after.data_ptr()
+    tensors = x.q, x.k, x.v, x.decay, x.key_mask, x.state
+    run = _backward(upstream, x, y, call)
+    return run(*upstream, *tensors, y.out, y.norm.data_ptr(), after_at, call.position)
+
+
+def plan_backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> RunBackward | None:
+    """`backward`, packed once for all tensors like these."""
+    given = (*x, y.out, upstream.dout, upstream.dafter)
+    read = (*_in_memory(x), dense(y.out), dense(upstream.dout), _rows(upstream.dafter))
+    return _backward(upstream, x, y, call) if all(map(is_, given, read)) else None
+
+
+def _backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> RunBackward:
     (B, H, L, _), (_, Hk, S, _) = x.q.shape, x.v.shape
-    two_sided, grouped = call.two_sided(x), Hk != H
+    two_sided, grouped, angles, run_at = call.two_sided(x), Hk != H, _angles(x, call), kernel().backward
 
     def gradient(like: Tensor, added_to: bool) -> Tensor:  # one per query head
         dtype = torch.float32 if added_to else like.dtype
-        return _fresh(projected(like, H, like.shape[2], like.shape[3], dtype))
+        return projected(like, H, like.shape[2], like.shape[3], dtype)
 
-    dq = gradient(x.q, call.causal or two_sided)
-    dk, dv = (gradient(t, two_sided or grouped) for t in (x.k, x.v))
-    if call.causal and S > call.q_offset + L:  # keys that no query sees
-        dk[:, :, call.q_offset + L :] = 0
-        dv[:, :, call.q_offset + L :] = 0
-    dstate = None if x.state is None else x.state.new_empty(x.state.shape)
-    ddecay, sums = None, (0, 0)
-    if x.decay is not None:
-        zeros, per_head = x.decay.new_zeros, 1 if x.cu_seqlens is None else len(x.cu_seqlens) - 1
-        dA = zeros((B, H, max(call.q_offset + L, S)), dtype=torch.float64)
-        ddecay = zeros((B, H, S if x.decay.ndim == 3 else per_head), dtype=torch.float64)
-        sums = (dA.data_ptr(), ddecay.data_ptr())
-    tensors = (dout, dq, dk, dv, dafter, dstate)
-    grads = _GRADS.pack(*(number for t in tensors for number in described(t)), *sums)
-    check(kernel().backward(_packed(x, y, call, angles), grads))
+    likes = gradient(x.q, call.causal or two_sided), *(gradient(t, two_sided or grouped) for t in (x.k, x.v))
+    kinds = [(t.shape, t.stride(), t.dtype) for t in likes]
+    large = any(t.nbytes >= _LARGE for t in likes)
+    dstate_like = None if x.state is None else x.state.new_empty(x.state.shape)
+    tensors = (upstream.dout, *likes, upstream.dafter, dstate_like)
+    packed = _packed(x, y, call, angles)
+    packed_grads = _GRADS.pack(*(number for t in tensors for number in described(t)), 0, 0)
+    unseen = call.q_offset + L if call.causal and S > call.q_offset + L else None  # keys that no query sees
+    dtype, summed = x.q.dtype, x.q.dtype != torch.float32
+    per_position = x.decay is not None and x.decay.ndim == 3
+    rate_size = S if per_position else 1 if x.cu_seqlens is None else len(x.cu_seqlens) - 1
+    sums_shape = (B, H, max(call.q_offset + L, S))
 
-    if grouped:
-        dk, dv = (g.transpose(1, 2).unflatten(2, (Hk, H // Hk)).sum(3).transpose(1, 2) for g in (dk, dv))
-    if x.decay is not None and ddecay is not None:
-        ddecay = (ddecay if x.decay.ndim == 3 else ddecay.sum((0, 2))).to(x.decay.dtype)
-    return Grads(dq.to(x.q.dtype), dk.to(x.k.dtype), dv.to(x.v.dtype), ddecay, dstate)
+    def run(dout, dafter, q, k, v, decay, mask, state, out, norm_at, after_at, position, held=angles):
+        dq, dk, dv = [q.new_empty_strided(shape, strides, dtype=kind) for shape, strides, kind in kinds]
+        if large:
+            _fresh(dq), _fresh(dk), _fresh(dv)
+        if unseen is not None:
+            dk[:, :, unseen:] = 0
+            dv[:, :, unseen:] = 0
+        dstate = None if state is None else state.new_empty(state.shape)
+        ddecay, sums = None, (0, 0)
+        if decay is not None:
+            dA = decay.new_zeros(sums_shape, dtype=torch.float64)
+            ddecay = decay.new_zeros((B, H, rate_size), dtype=torch.float64)
+            sums = dA.data_ptr(), ddecay.data_ptr()
+        places = _PLACES.pack(
+            q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), norm_at,
+            0 if decay is None else decay.data_ptr(),
+            0 if mask is None else mask.data_ptr(),
+            0 if state is None else state.data_ptr(),
+            after_at, position, torch.get_num_threads(),
+        )  # fmt: skip
+        grad_places = _GRAD_PLACES.pack(
+            dout.data_ptr(), dq.data_ptr(), dk.data_ptr(), dv.data_ptr(),
+            0 if dafter is None else dafter.data_ptr(),
+            0 if dstate is None else dstate.data_ptr(), *sums,
+        )  # fmt: skip
+        check(run_at(packed, packed_grads, places, grad_places))
+        if grouped:
+            dk, dv = (g.transpose(1, 2).unflatten(2, (Hk, H // Hk)).sum(3).transpose(1, 2) for g in (dk, dv))
+        if ddecay is not None:
+            ddecay = (ddecay if per_position else ddecay.sum((0, 2))).to(decay.dtype)
+        if summed:
+            dq, dk, dv = dq.to(dtype), dk.to(dtype), dv.to(dtype)
+        return Grads(dq, dk, dv, ddecay, dstate)
+
+    return run
 
 
 BACKEND = Backend(
@@ -291,6 +336,7 @@ BACKEND = Backend(
     tuple(DTYPES),
     range(1, 257),
     plan=plan,
+    plan_backward=plan_backward,
     checks_rates=True,
     problem=problem,
     info=info,

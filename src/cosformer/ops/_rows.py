@@ -66,9 +66,10 @@ def _norm(x, weight, eps, y, dy, dx, parts) -> bytes:
     return NORM.pack(*sizes, *(number for t in tensors for number in t), dweight)
 
 
-def step(blocks: bytes, kept: bytes, count: int, x: Tensor, position: int) -> None:
-    """x (B, C) and what the blocks keep, in place."""
-    failed = kernel().step(blocks, kept, count, x.data_ptr(), *x.shape, position, torch.get_num_threads())
+def step(blocks: bytes, kept: bytes, count: int, dtype: torch.dtype, x: Tensor, position: int) -> None:
+    """x (B, C), in float32, and what the blocks keep, in place; `dtype` is that of the parameters."""
+    sizes = (*x.shape, position, torch.get_num_threads())
+    failed = kernel().step(blocks, kept, count, DTYPES[dtype], x.data_ptr(), *sizes)
     if failed == 2:
         raise ValueError("decay rates must be finite and 0 or more; a gate of this model gives others")
     check(failed)

@@ -107,9 +107,12 @@ class Grads(NamedTuple):
         return cls(q, k, v, decay, state)
 
 
-# A forward made ready for all tensors like those of a call: q, k, v, decay, key_mask, state, position -> the
-# fields of Outputs; None for a normaliser or, without a graph, a state that nobody asks for.
-Run = Callable[..., tuple]
+# Made ready for all tensors like those of a call. A forward: q, k, v, decay, key_mask, state, position -> out,
+# after if it is wanted, and with a graph one flat tensor of what else the backward reads: the normaliser, then
+# the state if it is not wanted. A backward: dout, dafter, the forward's tensors, out, the addresses of
+# normaliser and state, position -> Grads.
+Run = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
+RunBackward = Callable[..., Grads]
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ class Backend:
     dtypes: tuple[torch.dtype, ...] = DTYPES
     sizes: range | None = None  # of keys and of values
     plan: Callable[[Inputs, Call, bool], "Run | None"] = lambda x, call, graph: None  # a forward made ready
+    plan_backward: Callable[[Upstream, Inputs, Outputs, Call], "RunBackward | None"] = lambda *_: None
     checks_rates: bool = False  # it refuses bad rates by itself, while it reads them
     problem: Callable[[], str | None] = lambda: None  # why it cannot run on this machine, if so
     info: Callable[[], dict[str, object]] = dict  # what it has to say of itself

@@ -27,7 +27,7 @@ from .checks import (
 )
 from .fades import fades, grouped
 from .operator import attend, autocast, check_backend
-from .plan import find, keep
+from .plan import find, make
 from .state import State, advance
 
 
@@ -53,10 +53,12 @@ def linear_attention(
     k first; `signed` is for features that can be negative, where the normaliser keeps its sign and only its
     size is held above eps.
     """
-    options = (horizon, relu, signed, causal, q_offset, eps, backend)
-    key, plan = (None, None) if cu_seqlens is not None else find(q, k, v, decay, key_mask, None, *options)
-    if plan is not None:
-        return plan(q, k, v, decay, key_mask)[0]
+    key = None
+    if cu_seqlens is None:
+        options = (horizon, type(horizon), relu, signed, causal, q_offset, type(q_offset), eps, backend)
+        key, plan = find((q, k, v, decay, key_mask, None), options)
+        if plan is not None:
+            return plan(q, k, v, decay, key_mask)[0]
     q, k, v = _checked(q, k, v, key_mask)
     check_offset(q_offset)
     call = Call(
@@ -76,9 +78,8 @@ def linear_attention(
         check_reach(call.horizons, q_offset + L - 1, 0 if causal else S - 1 - q_offset)
     rates = None if decay is None else rates_of(decay, q, k, self_attention=L == S and q_offset == 0)
     x = Inputs(q, k, v, rates, key_mask, cu_seqlens)
-    out = attend(x, call).out
-    keep(key, x, call, decay)
-    return out
+    plan = make(key, x, call, decay)
+    return attend(x, call).out if plan is None else plan(q, k, v, decay, key_mask)[0]
 
 
 def linear_stream(
@@ -103,8 +104,8 @@ def linear_stream(
     )
     key, plan = None, None
     if state is None or (state.origin is None and not state.start):  # else more than the sums is taken along
-        options = (horizon, relu, signed, "stream", made, eps, backend)
-        key, plan = find(q, k, v, decay, key_mask, tensor, *options)
+        options = (horizon, type(horizon), relu, signed, "stream", made, eps, backend)
+        key, plan = find((q, k, v, decay, key_mask, tensor), options)
     if plan is not None and position <= plan.last:
         out, after = plan(q, k, v, decay, key_mask, tensor, position)
         return out, State(after, position + q.shape[2], plan.call.horizons)
@@ -130,9 +131,11 @@ def linear_stream(
         check_reach(call.horizons, position + L - 1, remedy=remedy)
     rates = None if decay is None else rates_of(decay, q, k, self_attention=True)
     x = Inputs(q, k, v, rates, key_mask, state=tensor)
-    advanced = advance(state, x, call)
-    keep(key, x, call, decay)
-    return advanced
+    plan = make(key, x, call, decay)
+    if plan is None:
+        return advance(state, x, call)
+    out, after = plan(q, k, v, decay, key_mask, tensor, position)
+    return out, State(after, position + L, call.horizons)
 
 
 def linear_state(

@@ -18,6 +18,7 @@ from . import _native, _rows
 from .call import theta
 
 MOST_ROWS = 16  # of a batch: for more of them torch's products are the better ones
+DTYPES = (torch.float32, torch.bfloat16)  # of parameters, and of the tokens that a convolution keeps
 
 
 @dataclass(frozen=True)
@@ -61,19 +62,25 @@ class Block:
 
     def tensors(self) -> list[Tensor]:
         parts = [t for linear in self.linears() if linear is not None for t in (linear.weight, linear.bias)]
-        parts += [self.norm, self.mlp_norm, self.q_norm, self.k_norm, self.rates, *self.conv]
+        parts += [self.norm, self.mlp_norm, self.q_norm, self.k_norm, *self.conv, self.rates]
         return [t for t in parts if t is not None]
 
-    def kept(self, rows: int) -> list[tuple[int, ...]]:
-        """The shapes of what a stream of so many rows keeps: its state, and the last of q, k and v."""
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.dtype
+
+    def kept(self, rows: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of what a stream of so many rows keeps: its state, and the last of q, k and v."""
         features = 2 * self.size if min(self.horizons) < math.inf else self.size
-        state = (rows, self.heads, features, self.size + 1)
-        return [state, *((rows, taps.shape[1] - 1, taps.shape[0]) for taps in self.conv)]
+        state = (rows, self.heads, features, self.size + 1), torch.float32
+        return [state, *(((rows, taps.shape[1] - 1, taps.shape[0]), self.dtype) for taps in self.conv)]
 
     def is_taken(self) -> bool:
         """Whether the kernel reads such tensors."""
-        plain = all(_rows.takes(t) and t.dtype == torch.float32 and t.is_contiguous() for t in self.tensors())
-        return plain and self.size <= 256
+        if self.dtype not in DTYPES or self.size > 256:
+            return False
+        kinds = ((t, torch.float32 if t is self.rates else self.dtype) for t in self.tensors())
+        return all(_rows.takes(t) and t.dtype == dtype and t.is_contiguous() for t, dtype in kinds)
 
 
 class Blocks:
@@ -81,7 +88,7 @@ class Blocks:
 
     def __init__(self, blocks: Sequence[Block]):
         self._tensors = [t for block in blocks for t in block.tensors()]
-        self._places = [(t.data_ptr(), t.stride()) for t in self._tensors]
+        self._places, self.dtype = self._now(), blocks[0].dtype
         cpu = torch.device("cpu")
         self._angles = [
             theta(b.horizons * (b.heads // len(b.horizons)), cpu) if min(b.horizons) < torch.inf else None
@@ -91,18 +98,22 @@ class Blocks:
 
     @property
     def current(self) -> bool:
-        return [(t.data_ptr(), t.stride()) for t in self._tensors] == self._places
+        return self._now() == self._places
+
+    def _now(self) -> list:  # for every token, so by the quickest way
+        return [*map(Tensor.data_ptr, self._tensors), *map(Tensor.stride, self._tensors)]
 
     def __call__(self, x: Tensor, kept: Sequence[tuple[Tensor, ...]], position: int) -> None:
-        """x (B, C) and, for each block, its state (B, H, F, E + 1) and the last q, k and v that its
+        """x (B, C) in float32 and, for each block, its state (B, H, F, E + 1) and the last q, k and v that its
         convolution looks back at, (B, width - 1, channels) each: all contiguous, and all changed in place."""
         places = [t.data_ptr() for tensors in kept for t in (*tensors, *(x,) * (4 - len(tensors)))]
-        _rows.step(self._packed, struct.pack(f"={len(places)}q", *places), len(kept), x, position)
+        packed_places = struct.pack(f"={len(places)}q", *places)
+        _rows.step(self._packed, packed_places, len(kept), self.dtype, x, position)
 
 
 def takes(x: Tensor) -> bool:
     """Whether the kernel takes the tokens x (B, C) now."""
-    if not _rows.takes(x) or x.dtype != torch.float32 or x.shape[0] > MOST_ROWS:
+    if not _rows.takes(x) or x.dtype not in DTYPES or x.shape[0] > MOST_ROWS:
         return False
     return not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled())
 

@@ -92,6 +92,11 @@ typedef struct {
     int64_t position, threads;
 } cosformer_places;
 
+/* The same for the fields of cosformer_grads. */
+typedef struct {
+    void *dout, *dq, *dk, *dv, *dstate_out, *dstate_in, *dA, *ddecay;
+} cosformer_grad_places;
+
 /* dq, dk, dv have one head per QUERY head (the caller sums groups).  dq must be float32 when causal or with decay,
  * dk and dv when bidirectional with decay: two sweeps add into them. */
 typedef struct {
@@ -127,23 +132,23 @@ typedef struct {
 
 int cosformer_norm(const cosformer_norm_call *call);
 
-/* One token a row through whole blocks of a decoder, in float32: with n the RMS norm of x,
+/* One token a row through whole blocks of a decoder, summed in float32: with n the RMS norm of x,
  *
  *     x += o(mixed(conv(q n), conv(k n), v n))        mixed: q and k normed, the stream's next token as above, times the output gate
  *     x += down(silu(gate n) * up n)
  *
- * What a block does not have is NULL, or 0 rows. */
+ * What a block does not have is NULL, or 0 rows.  Parameters and the tokens kept are float32 or bfloat16, all of one dtype: void here. */
 typedef struct {
-    const float *weight, *bias;    /* (rows, columns), (rows,) */
+    const void *weight, *bias;     /* (rows, columns), (rows,) */
     int64_t rows;
 } cosformer_linear;
 
 typedef struct {
     int64_t heads, kv_heads, size, hidden, conv_width, relu, signed_norm;
     double eps, norm_eps, qk_norm_eps, largest_exponent;
-    const float *norm, *mlp_norm, *q_norm, *k_norm;
+    const void *norm, *mlp_norm, *q_norm, *k_norm;
     cosformer_linear q, k, v, o, gate, up, down, rate_gate, output_gate;
-    const float *conv[3];          /* of q, k, v: (channels, width), the newest token first */
+    const void *conv[3];           /* of q, k, v: (channels, width), the newest token first */
     const float *rates;            /* (heads,), times exp(min(rate_gate n, largest_exponent)) where that gate is */
     const double *theta;           /* (heads,) or NULL: no cosine */
 } cosformer_block;
@@ -151,16 +156,17 @@ typedef struct {
 /* What a block keeps of a stream; all of it is changed in place. */
 typedef struct {
     float *state;                  /* (B, heads, F, size + 1) contiguous */
-    float *last[3];                /* q, k, v before the convolution: (B, width - 1, channels) contiguous, the newest token last */
+    void *last[3];                 /* q, k, v before the convolution: (B, width - 1, channels) contiguous, the newest token last */
 } cosformer_kept;
 
-int cosformer_step(const cosformer_block *blocks, const cosformer_kept *kept, int64_t count, float *x /* (B, C) */, int64_t B, int64_t C,
-                   int64_t position, int64_t threads);
+int cosformer_step(const cosformer_block *blocks, const cosformer_kept *kept, int64_t count, int64_t dtype, float *x /* (B, C) */,
+                   int64_t B, int64_t C, int64_t position, int64_t threads);
 
-/* These return 0, 1 when memory ran out, or 2 when a decay rate is negative, infinite or NaN; then the output means nothing. */
-int cosformer_forward(const cosformer_call *call);
-int cosformer_forward_at(const cosformer_call *call, const cosformer_places *places);
-int cosformer_backward(const cosformer_call *call, const cosformer_grads *grads);
+/* These return 0, 1 when memory ran out, or 2 when a decay rate is negative, infinite or NaN; then the output means nothing.
+ * Places that are NULL are those in the call itself. */
+int cosformer_forward(const cosformer_call *call, const cosformer_places *places);
+int cosformer_backward(const cosformer_call *call, const cosformer_grads *grads, const cosformer_places *places,
+                       const cosformer_grad_places *grad_places);
 
 /* All of this fresh memory is about to be written: the system may hand it out in huge pages. */
 void cosformer_expect(void *data, int64_t bytes);

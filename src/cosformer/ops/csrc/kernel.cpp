@@ -298,24 +298,35 @@ int run(const cosformer_call &call, const cosformer_grads *grads) try {
     return 1;
 }
 
+cosformer_call at(cosformer_call c, const cosformer_places &p) {
+    c.q.data = p.q, c.k.data = p.k, c.v.data = p.v, c.out.data = p.out;
+    c.norm = static_cast<float *>(p.norm), c.decay = static_cast<float *>(p.decay), c.mask = static_cast<uint8_t *>(p.mask);
+    c.state_in.data = p.state_in, c.state_out.data = p.state_out, c.position = p.position, c.threads = p.threads;
+    return c;
+}
+
+cosformer_grads at(cosformer_grads g, const cosformer_grad_places &p) {
+    g.dout.data = p.dout, g.dq.data = p.dq, g.dk.data = p.dk, g.dv.data = p.dv;
+    g.dstate_out.data = p.dstate_out, g.dstate_in.data = p.dstate_in;
+    g.dA = static_cast<double *>(p.dA), g.ddecay = static_cast<double *>(p.ddecay);
+    return g;
+}
+
 }  // namespace
 
 #define EXPORT __attribute__((visibility("default")))
 
-EXPORT int cosformer_forward(const cosformer_call *call) { return run(*call, nullptr); }
-EXPORT int cosformer_forward_at(const cosformer_call *call, const cosformer_places *places) {
-    cosformer_call c = *call;
-    c.q.data = places->q, c.k.data = places->k, c.v.data = places->v, c.out.data = places->out;
-    c.norm = static_cast<float *>(places->norm);
-    c.decay = static_cast<float *>(places->decay), c.mask = static_cast<uint8_t *>(places->mask);
-    c.state_in.data = places->state_in, c.state_out.data = places->state_out;
-    c.position = places->position, c.threads = places->threads;
-    return run(c, nullptr);
+EXPORT int cosformer_forward(const cosformer_call *call, const cosformer_places *places) {
+    return run(places ? at(*call, *places) : *call, nullptr);
 }
-EXPORT int cosformer_backward(const cosformer_call *call, const cosformer_grads *grads) { return run(*call, grads); }
+EXPORT int cosformer_backward(const cosformer_call *call, const cosformer_grads *grads, const cosformer_places *places,
+                              const cosformer_grad_places *grad_places) {
+    const cosformer_grads g = grad_places ? at(*grads, *grad_places) : *grads;
+    return run(places ? at(*call, *places) : *call, &g);
+}
 EXPORT int64_t cosformer_abi(void) {
     int64_t abi = 0;
-    for (int64_t size : {sizeof(cosformer_call), sizeof(cosformer_places), sizeof(cosformer_grads), sizeof(cosformer_convolution_call), sizeof(cosformer_norm_call), sizeof(cosformer_block)})
-        abi = 1000 * abi + size;
+    for (size_t size : {sizeof(cosformer_call), sizeof(cosformer_places), sizeof(cosformer_grads), sizeof(cosformer_grad_places), sizeof(cosformer_convolution_call), sizeof(cosformer_norm_call), sizeof(cosformer_block)})
+        abi = (1000 * abi + static_cast<int64_t>(size)) % 1000000007;
     return abi;
 }

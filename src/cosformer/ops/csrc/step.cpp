@@ -6,10 +6,6 @@
 #include <cstdint>
 #include <vector>
 
-#ifdef _OPENMP
-#include <omp.h>
-#endif
-
 #include "cosformer.h"
 #include "decode.h"
 #include "host.h"
@@ -17,9 +13,16 @@
 
 namespace {
 
-// dots of R rows of w, each of n floats, with x
-template <int R>
-inline void dots(const float *w, const float *x, int64_t n, float *y) {
+typedef uint16_t narrow __attribute__((vector_size(2 * W), aligned(2)));
+typedef uint32_t wide __attribute__((vector_size(4 * W)));
+
+inline vec load(const Bf16 *p) {
+    return reinterpret_cast<vec>(__builtin_convertvector(*reinterpret_cast<const narrow *>(p), wide) << 16);
+}
+
+// dots of R rows of w, each of n numbers, with x
+template <int R, class T>
+inline void dots(const T *w, const float *x, int64_t n, float *y) {
     vec sums[R][2] = {};
     int64_t i = 0;
     for (; i + 2 * W <= n; i += 2 * W)
@@ -27,20 +30,20 @@ inline void dots(const float *w, const float *x, int64_t n, float *y) {
             for (int p = 0; p < 2; p++) sums[r][p] += load(w + r * n + i + p * W) * load(x + i + p * W);
     for (int r = 0; r < R; r++) {
         float s = sum(sums[r][0] + sums[r][1]);
-        for (int64_t j = i; j < n; j++) s += w[r * n + j] * x[j];
+        for (int64_t j = i; j < n; j++) s += to_float(w[r * n + j]) * x[j];
         y[r] = s;
     }
 }
 
 // what(row, b, (w x_b + bias)[row]) for the rows [first, last) of w (., n); x is (B, n).  Every weight is read once.
-template <class What>
-void project(const float *w, const float *bias, int64_t first, int64_t last, const float *x, int64_t B, int64_t n, What what) {
+template <class T, class What>
+void project(const T *w, const T *bias, int64_t first, int64_t last, const float *x, int64_t B, int64_t n, What what) {
     constexpr int R = 4;
     float y[R];
     auto rows = [&](auto count, int64_t row) {
         for (int64_t b = 0; b < B; b++) {
             dots<count>(w + row * n, x + b * n, n, y);
-            for (int r = 0; r < count; r++) what(row + r, b, y[r] + (bias ? bias[row + r] : 0));
+            for (int r = 0; r < count; r++) what(row + r, b, y[r] + (bias ? to_float(bias[row + r]) : 0));
         }
     };
     int64_t row = first;
@@ -48,13 +51,15 @@ void project(const float *w, const float *bias, int64_t first, int64_t last, con
     for (; row < last; row++) rows(std::integral_constant<int, 1>(), row);
 }
 
-void normalise(const float *x, const float *weight, int64_t n, double eps, float *y) {
+template <class T>
+void normalise(const float *x, const T *weight, int64_t n, double eps, float *y) {
     float squares;
     dots<1>(x, x, n, &squares);
     const float scale = static_cast<float>(1 / std::sqrt(squares / static_cast<double>(n) + eps));
-    for (int64_t i = 0; i < n; i++) y[i] = x[i] * scale * weight[i];
+    for (int64_t i = 0; i < n; i++) y[i] = x[i] * scale * to_float(weight[i]);
 }
 
+template <class T>  // the type of parameters and of the tokens kept
 class Step {
   public:
     Step(const cosformer_block *blocks, const cosformer_kept *kept, int64_t count, float *x, int64_t B, int64_t C, int64_t position)
@@ -74,12 +79,12 @@ class Step {
             const cosformer_block &b = blocks_[i];
             auto share = [&](int64_t n, auto what) { what(n * thread / threads, n * (thread + 1) / threads); };
             auto products = [&](const cosformer_linear &l, const float *x, int64_t n, auto what) {
-                if (l.weight) share(l.rows, [&](int64_t first, int64_t last) { project(l.weight, l.bias, first, last, x, B, n, what); });
+                if (l.weight) share(l.rows, [&](int64_t first, int64_t last) { project(in(l.weight), in(l.bias), first, last, x, B, n, what); });
             };
             auto add = [&](int64_t row, int64_t at, float y) { x_[at * C + row] += y; };
 
             const int64_t q = b.heads * b.size, kv = b.kv_heads * b.size, all = q + 2 * kv;
-            for (int64_t at = 0; at < B; at++) normalise(x_ + at * C, b.norm, C, b.norm_eps, normed + at * C);
+            for (int64_t at = 0; at < B; at++) normalise(x_ + at * C, in(b.norm), C, b.norm_eps, normed + at * C);
             products(b.q, normed, C, [&](int64_t row, int64_t at, float y) { qkv_[at * all + row] = y; });
             products(b.k, normed, C, [&](int64_t row, int64_t at, float y) { qkv_[at * all + q + row] = y; });
             products(b.v, normed, C, [&](int64_t row, int64_t at, float y) { qkv_[at * all + q + kv + row] = y; });
@@ -95,13 +100,13 @@ class Step {
             });
             products(b.o, mixed_.data(), q, add);
             meet();
-            for (int64_t at = 0; at < B; at++) normalise(x_ + at * C, b.mlp_norm, C, b.norm_eps, normed + at * C);
+            for (int64_t at = 0; at < B; at++) normalise(x_ + at * C, in(b.mlp_norm), C, b.norm_eps, normed + at * C);
             share(b.hidden, [&](int64_t first, int64_t last) {
                 auto at = [&](int64_t row, int64_t row_of_x) -> float & { return hidden_[row_of_x * b.hidden + row]; };
                 auto gate = [&](int64_t row, int64_t n, float y) { at(row, n) = y / (1 + std::exp(-y)); };
                 auto up = [&](int64_t row, int64_t n, float y) { at(row, n) *= y; };
-                project(b.gate.weight, b.gate.bias, first, last, normed, B, C, gate);
-                project(b.up.weight, b.up.bias, first, last, normed, B, C, up);
+                project(in(b.gate.weight), in(b.gate.bias), first, last, normed, B, C, gate);
+                project(in(b.up.weight), in(b.up.bias), first, last, normed, B, C, up);
             });
             meet();
             products(b.down, hidden_.data(), b.hidden, add);
@@ -120,11 +125,7 @@ class Step {
     std::vector<float> qkv_, rates_, gates_, mixed_, hidden_;
     std::atomic<bool> refused_{false};
 
-    static void meet() {
-#ifdef _OPENMP
-#pragma omp barrier
-#endif
-    }
+    static const T *in(const void *parameter) { return static_cast<const T *>(parameter); }
 
     // One head of row `at`: convolution, norms, rate, state.
     void mix(const cosformer_block &b, const cosformer_kept &kept, int64_t at, int64_t head) {
@@ -138,14 +139,15 @@ class Step {
             std::copy_n(now, D, x[p]);
             if (!b.conv_width) continue;
             const int64_t before = b.conv_width - 1;
-            const float *taps = b.conv[p] + begins[p] * b.conv_width, *last = kept.last[p] + at * before * channels[p] + begins[p];
+            const T *taps = in(b.conv[p]) + begins[p] * b.conv_width, *last = in(kept.last[p]) + at * before * channels[p] + begins[p];
             for (int64_t d = 0; d < D; d++) {
-                float y = taps[d * b.conv_width] * now[d];
-                for (int64_t s = 1; s <= before; s++) y += taps[d * b.conv_width + s] * last[(before - s) * channels[p] + d];
+                const T *tap = taps + d * b.conv_width;
+                float y = to_float(tap[0]) * now[d];
+                for (int64_t s = 1; s <= before; s++) y += to_float(tap[s]) * to_float(last[(before - s) * channels[p] + d]);
                 x[p][d] = y;
             }
         }
-        if (b.q_norm) normalise(x[0], b.q_norm, D, b.qk_norm_eps, x[0]), normalise(x[1], b.k_norm, D, b.qk_norm_eps, x[1]);
+        if (b.q_norm) normalise(x[0], in(b.q_norm), D, b.qk_norm_eps, x[0]), normalise(x[1], in(b.k_norm), D, b.qk_norm_eps, x[1]);
 
         float rate = b.rates ? b.rates[head] : 0;
         if (b.rate_gate.weight) rate *= std::exp(std::min(rates_[at * b.heads + head], static_cast<float>(b.largest_exponent)));
@@ -171,31 +173,28 @@ class Step {
         const float *now = qkv_.data() + at * (q + 2 * kv);
         const int64_t channels[3] = {q, kv, kv};
         for (int p = 0; p < 3; now += channels[p++]) {
-            float *last = kept.last[p] + at * before * channels[p];
+            T *last = static_cast<T *>(kept.last[p]) + at * before * channels[p];
             std::copy(last + channels[p], last + before * channels[p], last);
-            std::copy_n(now, channels[p], last + (before - 1) * channels[p]);
+            write_run(now, last + (before - 1) * channels[p], channels[p], 1);
         }
     }
 };
 
-}  // namespace
-
-#define EXPORT __attribute__((visibility("default")))
-
-EXPORT int cosformer_step(const cosformer_block *blocks, const cosformer_kept *kept, int64_t count, float *x, int64_t B, int64_t C,
-                          int64_t position, int64_t threads) try {
-    Step step(blocks, kept, count, x, B, C, position);
+template <class T>
+int run(const cosformer_block *blocks, const cosformer_kept *kept, int64_t count, float *x, int64_t B, int64_t C, int64_t position,
+        int64_t threads) try {
+    Step<T> step(blocks, kept, count, x, B, C, position);
     threads = host::forked() || C < 128 ? 1 : std::max<int64_t>(threads, 1);  // a narrow block is done before a thread is awake
     std::vector<float> normed(threads * B * C);
-#ifdef _OPENMP
-    if (threads > 1) {
-#pragma omp parallel num_threads(static_cast<int>(threads))
-        step.run(omp_get_thread_num(), omp_get_num_threads(), normed.data() + omp_get_thread_num() * B * C);
-        return step.refused() ? 2 : 0;
-    }
-#endif
-    step.run(0, 1, normed.data());
+    team(threads, [&](int64_t thread, int64_t all) { step.run(thread, all, normed.data() + thread * B * C); });
     return step.refused() ? 2 : 0;
 } catch (const std::bad_alloc &) {
     return 1;
+}
+
+}  // namespace
+
+__attribute__((visibility("default"))) int cosformer_step(const cosformer_block *blocks, const cosformer_kept *kept, int64_t count,
+                                                          int64_t dtype, float *x, int64_t B, int64_t C, int64_t position, int64_t threads) {
+    return (dtype == COSFORMER_BF16 ? run<Bf16> : run<float>)(blocks, kept, count, x, B, C, position, threads);
 }
