@@ -1,4 +1,4 @@
-"""One-vs-each: the bound it is, unbiased from a sample, and only in training."""
+"""Losses for large vocabularies: one-vs-each is the bound it is, chunked the softmax; both only in training."""
 
 import pytest
 import torch
@@ -8,7 +8,7 @@ from conftest import token_ids, toy_model
 pytest.importorskip("transformers")
 
 import cosformer.hf as hf
-from cosformer.hf.loss import one_vs_each
+from cosformer.hf.loss import chunked, one_vs_each
 
 V, C = 40, 8
 
@@ -51,6 +51,29 @@ def test_total_divides_instead_of_the_count():
     torch.testing.assert_close(one_vs_each(*given, samples=V, total=22), one_vs_each(*given, samples=V) / 2)
 
 
+@pytest.mark.parametrize("total", [None, 22])
+def test_chunked_is_the_softmax(total):
+    hidden, weight, bias, labels = (x.requires_grad_() if x.is_floating_point() else x for x in case())
+    want = F.cross_entropy(hidden @ weight.T + bias, labels, reduction="sum") / (total or 11)
+    expected = torch.autograd.grad(want, (hidden, weight, bias))
+    loss = chunked(hidden, weight, bias, labels, total=total)
+    torch.testing.assert_close(loss, want)
+    torch.testing.assert_close(torch.autograd.grad(loss, (hidden, weight, bias)), expected)
+
+
+@pytest.mark.parametrize("kind", ["CosformerForCausalLM", "CosformerForMaskedLM"])
+def test_a_model_trains_by_chunks_as_by_the_whole(kind):
+    grads = []
+    for loss in ("softmax", "chunked"):
+        torch.manual_seed(0)
+        model, x = toy_model(getattr(hf, kind), loss=loss).train(), token_ids()
+        out = model(input_ids=x, labels=x)
+        out.loss.backward()
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+        assert (out.logits is None) == (loss == "chunked")
+    torch.testing.assert_close(grads[1], grads[0])
+
+
 def test_masked_models_have_it_and_heads_without_it_say_so():
     fields = {"loss": "one-vs-each", "loss_samples": 1000}
     model, x = toy_model(hf.CosformerForMaskedLM, **fields).train(), token_ids()
@@ -81,5 +104,7 @@ def test_a_model_trains_with_it_and_is_judged_by_the_softmax():
     torch.testing.assert_close(judged.loss, want)
     classifier = toy_model(hf.CosformerForSequenceClassification, num_labels=3, **fields).train()
     assert classifier(token_ids(), labels=torch.tensor([0, 2])).loss.requires_grad
-    with pytest.raises(ValueError, match="loss is 'hinge' over 256 samples; one of 'softmax', 'one-vs-each'"):
+    with pytest.raises(
+        ValueError, match="loss is 'hinge' over 256 samples; one of 'softmax', 'chunked', 'one-vs-each'"
+    ):
         toy_model(hf.CosformerForCausalLM, loss="hinge")

@@ -5,7 +5,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from .configuration import CosformerConfig
-from .loss import one_vs_each
+from .loss import without_logits
 from .parallel import labels_of
 from .pretrained import CosformerPreTrained
 from .stack import CosformerStack
@@ -39,7 +39,7 @@ class CosformerForCausalLM(CosformerPreTrained, LlamaForCausalLM):
     ):
         """Llama's, by names that transformers looks for: it leaves out what a forward does not name.
 
-        In training the loss may be `config.loss`, and there are no logits then.
+        In training with a `config.loss` other than the softmax there are no logits.
 
         Where processes share a sequence, `shift_labels` are the labels, shifted before they were cut.
         """
@@ -63,5 +63,5 @@ class CosformerForCausalLM(CosformerPreTrained, LlamaForCausalLM):
         hidden = self.model(input_ids, **kwargs).last_hidden_state
         if shifted is None:
             hidden, shifted = hidden[:, :-1], labels[:, 1:]
-        given = {"samples": self.config.loss_samples, "total": num_items_in_batch}
-        return CausalLMOutputWithPast(loss=one_vs_each(hidden, self.lm_head.weight, None, shifted, **given))
+        loss = without_logits(self.config, hidden, self.lm_head, shifted, num_items_in_batch)
+        return CausalLMOutputWithPast(loss=loss)

@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaPreTrainedModel, Llama
 from transformers.utils import can_return_tuple
 
 from .configuration import CosformerEncoderConfig
-from .loss import one_vs_each
+from .loss import without_logits
 from .parallel import labels_of
 from .pooling import Pooling
 from .pretrained import CosformerPreTrained
@@ -34,14 +34,13 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
 
     config: CosformerEncoderConfig
     accepts_loss_kwargs = False
-    has_one_vs_each = False  # whether it can be trained with one-vs-each
+    has_other_losses = False  # than the softmax of all its logits
     labels_tokens = True  # a label is of a token, not of a text
 
     def __init__(self, config: CosformerEncoderConfig):
         super().__init__(config)
-        self.sampled = config.loss == "one-vs-each"
-        if self.sampled and not self.has_one_vs_each:
-            raise ValueError(f'loss is "one-vs-each"; {type(self).__name__} has only "softmax"')
+        if config.loss != "softmax" and not self.has_other_losses:
+            raise ValueError(f'loss is "{config.loss}"; {type(self).__name__} has only "softmax"')
         self.num_labels = config.num_labels
         self.model = CosformerEncoderModel(config)
 
@@ -58,7 +57,7 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
         return self.model(input_ids, **kwargs).last_hidden_state
 
     def read_off(self, hidden: Tensor, layer: Any, labels: Tensor | None, items: Any = None) -> dict:
-        """Loss and logits of an output layer; there are no logits in training by one-vs-each.
+        """Loss and logits of an output layer; no logits in training without the plain softmax.
 
         `items`, from the Trainer, divides the sum of losses, in place of the number of labels.
         """
@@ -66,9 +65,8 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
             return {"logits": layer(hidden)}
         if self.labels_tokens:
             items = labels_of(self.model.sequence_group, labels, items)
-        if self.training and self.sampled:
-            given = {"samples": self.config.loss_samples, "total": items}
-            return {"loss": one_vs_each(hidden, layer.weight, layer.bias, labels, **given)}
+        if self.training and self.config.loss != "softmax":
+            return {"loss": without_logits(self.config, hidden, layer, labels, items)}
         logits = layer(hidden)
         if self.labels_tokens:
             whole = "mean" if items is None else "sum"
@@ -97,7 +95,7 @@ class TextHead(EncoderHead):
 
 class CosformerForMaskedLM(EncoderHead):
     accepts_loss_kwargs = True
-    has_one_vs_each = True
+    has_other_losses = True
     _tied_weights_keys = {"decoder.weight": "model.embed_tokens.weight"}
 
     def __init__(self, config: CosformerEncoderConfig):
@@ -125,12 +123,12 @@ class CosformerForMaskedLM(EncoderHead):
 
 
 class CosformerForSequenceClassification(TextHead):
-    has_one_vs_each = True
+    has_other_losses = True
 
     def __init__(self, config: CosformerEncoderConfig):
         super().__init__(config)
-        if self.sampled and config.num_labels < 2:
-            raise ValueError(f'loss is "one-vs-each", of classes; num_labels is {config.num_labels}')
+        if config.loss != "softmax" and config.num_labels < 2:
+            raise ValueError(f'loss is "{config.loss}", of classes; num_labels is {config.num_labels}')
         self.dropout = nn.Dropout(config.dropout)
         self.classifier = nn.Linear(self.pooling.size, config.num_labels)
         self.post_init()

@@ -1,6 +1,7 @@
-"""One-vs-each: a training loss for large vocabularies whose cost does not grow with them.
+"""Training losses for large vocabularies, which never hold a score for every token and class.
 
-Titsias, 2016, arXiv:1609.07410:
+chunked        the softmax itself, some tokens at a time (torch's `linear_cross_entropy`)
+one-vs-each    a bound of it whose cost does not grow with the vocabulary; Titsias, 2016, arXiv:1609.07410:
 
     log p(y) = -log sum_m exp(f_m - f_y)  >=  sum_{m != y} log sigmoid(f_y - f_m)
 
@@ -9,11 +10,46 @@ times the sum over those that are not y, which is unbiased. Only the scores of t
 classes are computed.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-LOSSES = ("softmax", "one-vs-each")
+LOSSES = ("softmax", "chunked", "one-vs-each")
+
+
+def without_logits(
+    config: Any, hidden: Tensor, layer: nn.Linear, labels: Tensor, total: Any = None
+) -> Tensor:
+    """The loss that `config` names, where it is not the plain softmax, of tokens under an output layer."""
+    given = hidden, layer.weight, layer.bias, labels
+    if config.loss == "chunked":
+        return chunked(*given, total=total)
+    return one_vs_each(*given, samples=config.loss_samples, total=total)
+
+
+def chunked(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    *,
+    ignore: int = -100,
+    total: Tensor | int | None = None,
+) -> Tensor:
+    """The mean cross entropy; the arguments are those of `one_vs_each`."""
+    hidden, labels = hidden.flatten(0, -2), labels.flatten()
+    loss = F.linear_cross_entropy(
+        hidden,
+        weight,
+        labels,
+        linear_bias=bias,
+        ignore_index=ignore,
+        reduction="sum",
+        options=nn.LinearCrossEntropyOptions(),
+    )
+    return loss / ((labels != ignore).sum().clamp_min(1) if total is None else total)
 
 
 def one_vs_each(

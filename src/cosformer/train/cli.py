@@ -87,7 +87,8 @@ def training_parser(prog: str, description: str) -> argparse.ArgumentParser:
     add("--recipe", type=Path, help="a TOML file with the same settings; the command line wins")
     add("--out", help="the run's folder (default: runs/TASK-MIXER)")
     add("--loss", dest="model.loss", metavar="LOSS",
-        help="softmax (default), or one-vs-each: a bound whose cost does not grow with the vocabulary")
+        help="softmax (default), chunked: the same in less memory, or one-vs-each: a bound whose"
+        " cost does not grow with the vocabulary")
     add("--loss-samples", dest="model.loss_samples", type=int, metavar="N",
         help="classes one-vs-each draws (default: 256)")
     add("--eval-examples", type=int, metavar="N",
