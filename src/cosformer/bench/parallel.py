@@ -145,7 +145,7 @@ def measured(processes: int, length: int, *, size: Size, steps: int) -> Shared:
         raise SystemExit(f"bench: --parallel: process {wrong[0]} of {processes} failed at length {length:,}")
     found = [json.loads(text.splitlines()[-1]) for text in said]
     turns = list(zip(*(process["steps"] for process in found), strict=True))
-    usual = [[one for one in turn if not one["at_once"]] for turn in turns if not turn[0]["at_once"]]
+    usual = [turn for turn in turns if not turn[0]["at_once"]]
     slowest = [
         Sample(max(one["seconds"] for one in turn), max(one["waited"] for one in turn)) for turn in usual
     ]
