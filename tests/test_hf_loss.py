@@ -1,4 +1,4 @@
-"""Losses for large vocabularies: one-vs-each is the bound it is, chunked the softmax; both only in training."""
+"""Losses for large vocabularies: one-vs-each is the bound it is, chunked the softmax; only in training."""
 
 import pytest
 import torch
