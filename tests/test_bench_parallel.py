@@ -21,35 +21,32 @@ def test_it_measures_processes_that_share_a_sequence(tmp_path, capsys):
     assert [(row.processes, row.length) for row in rows] == [(2, 65), (2, 130)]
     assert rows[0].sent_bytes == rows[1].sent_bytes > 0  # whatever the length
     for row in rows:
-        assert all(0 < share < 1 for share in (row.waiting, row.messages, row.scan, row.states))
-        assert row.ms_at_once > 0 and row.memory_mib > 100
+        assert all(0 < share < 1 for share in (row.waiting, row.scan, row.states))
+        assert row.ms_at_once > 0 and row.memory_mib > 0 and 0 < row.ms_beside < row.ms
     assert "130 tokens, 2 process(es)" in capsys.readouterr().out
     assert "2 processes" in picture.read_text()
 
 
 def invented(processes, length, **more):
     given = {"mixer": "cosformer", "size": "small", "ms": 2e3 * length / processes, "memory_mib": 400.0}
-    given |= {
-        "sent_bytes": 100,
-        "waiting": 0.02,
-        "messages": 0.08,
-        "scan": 0.001,
-        "states": 0.05,
-        "waited": 0.0,
-    }
+    given |= {"sent_bytes": 1000, "waiting": 0.02, "scan": 0.001, "states": 0.05, "ms_beside": 7.0}
+    if processes > 1:
+        given["ms_at_once"] = given["ms"] + 30
     return Shared(processes=processes, length=length, **{**given, **more})
 
 
 def test_the_table():
-    rows = [
-        invented(2, 64),
-        invented(1, 64, waiting=0.0, messages=0.0),
-        invented(2, 64, ms=1500.0, waited=0.5),
-    ]
+    slow = {"ms": 1500.0, "waited": 0.5, "ms_low": 1400.0, "ms_high": 1550.0, "ms_at_once": 1520.0}
+    rows = [invented(2, 64), invented(1, 64), invented(2, 64, **slow)]
     lines = parallel.table(rows).splitlines()
-    assert lines[2] == "| 64 | 1 | 128.00 |  |  |  |  | 400 MiB |"
-    assert lines[3] == "| 64 | 2 | 1.50† | 2.0% | 75% | 0.10% | 5.0% | 400 MiB |"
-    assert lines[-1].startswith("† measured while other processes")
+    assert lines[2] == "| 64 | 1 | 400 MiB | 128.000 |  |  |  |  |  |"
+    assert lines[3] == "| 64 | 2 | 400 MiB | 1.500† | 1.520 | 2.0% | 0.10% | 5.0% | 7.0 ms |"
+    assert lines[5].startswith("† measured while other processes")
+    assert lines[7].startswith("A process sent 1,000 bytes a step, whatever the length")
+    assert "took +1.3% to +1.3% off a step" in lines[7]
+    slower = parallel.table([invented(2, 64, **slow), invented(4, 64, ms_at_once=31_000.0, sent_bytes=1200)])
+    assert "sent 1,000 to 1,200 bytes a step. The overlap took -3.2% to +1.3% off a step" in slower
+    assert slower.endswith("lay up to 10.0% apart: no benefit is shown here.")
     with pytest.raises(ValueError, match="no rows of `cosformer bench --parallel`"):
         parallel.table([])
     with pytest.raises(ValueError, match="the page has no place"):

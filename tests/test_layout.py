@@ -52,7 +52,8 @@ ORDER = {
     ],
     "mixers": ["blocks keys", "contract", "positions", "kernel lowrank lsh polynomial random softmax sparse"],
     "hf": [
-        "cache interface loss packing parallel pooling sizes",
+        "cache loss packing parallel pooling sizes",
+        "interface",
         "attach configuration pretrained step",
         "seq2seq stack",
         "decoder encoder",

@@ -20,7 +20,6 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from cosformer import train
-from cosformer.train.parallel import refuse_others
 
 STEPS = 30
 JOBS = {  # task, settings, steps
@@ -78,16 +77,17 @@ def test_two_processes_share_each_sequence(tmp_path):
         same(tmp_path / f"{job}-2", Path(alone.out))
 
 
-@pytest.mark.parametrize("name", ["CP", "SP"])
+@pytest.mark.parametrize("name", ["cp_size", "sp_size"])
 def test_other_ways_to_share_a_sequence_are_refused(here, monkeypatch, name):
-    """As `accelerate launch` says them; said to the Trainer they come the same way."""
-    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", "2")
-    with pytest.raises(train.SettingsError, match=f"has {name.lower()}_size=2, .* use --sequence-parallel 2"):
+    said = f"accelerate's ParallelismConfig has {name}=2, .* use cosformer train --sequence-parallel 2"
+    given = ParallelismConfig(dp_shard_size=2, **{name: 2})
+    with pytest.raises(train.SettingsError, match=said):  # to the Trainer
+        go(small_run(training={"parallelism_config": given}))
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")  # by `accelerate launch`
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}", "2")
+    with pytest.raises(train.SettingsError, match=said):
         go(small_run())
-    with pytest.raises(train.SettingsError, match="use --sequence-parallel 4"):
-        refuse_others(ParallelismConfig(**{f"{name.lower()}_size": 4}))
-    refuse_others(ParallelismConfig(dp_shard_size=2, cp_size=1, sp_size=1))
+    assert not Path("run").exists() or not any(Path("run").glob("checkpoint-*"))
 
 
 def command(folder: Path, *more: str):

@@ -25,6 +25,7 @@ from transformers.utils import logging
 from ..decay import Decay, DecaySpec, span_of
 from ..ops import linear_attention
 from ..ops.checks import horizon_list
+from .parallel import refuse_others
 
 OPTIONS = ("horizon", "decay")
 REFUSED = {  # keyword: what it asks for
@@ -138,6 +139,7 @@ def key_mask(attention_mask: Tensor | None, key: Tensor) -> Tensor | None:
 
 def refuse(module: nn.Module, kwargs: dict) -> None:
     """Stop where a layer asks for something that has no meaning here."""
+    refuse_others()
     for name, what in REFUSED.items():
         if kwargs.get(name) is not None:
             raise ValueError(

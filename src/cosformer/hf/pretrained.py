@@ -13,6 +13,7 @@ from ..layer import Interior, ShortConvolution
 from ..ops.shard import Shard
 from .cache import CosformerCache, StreamLayer
 from .interface import padding, reaches
+from .parallel import refuse_others
 
 Base: Any = object  # beside an architecture's PreTrainedModel, whose methods are extended here
 
@@ -57,6 +58,7 @@ def attend(
 
     key_mask (B, L or more) ends at the last token. With a cache these are the next tokens of its stream.
     """
+    refuse_others()
     mixer, tokens = interior.mixer, x.shape[1] + (0 if cache is None else cache.get_seq_length())
     if shard is not None:
         tokens = shard.total if shard.places is None else 0  # of packed ones the operator knows

@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import (
 
 from ..ops.norm import rms_norm
 from ..ops.shard import LIMIT
-from .packing import packed_boundaries
+from .packing import check_places, packed_boundaries
 from .parallel import shard_of
 from .pretrained import (
     CosformerPreTrained,
@@ -112,6 +112,8 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
         if past_key_values is None and attention_mask is None and not shared:
             boundaries = kwargs.get("cu_seq_lens_q")
             boundaries = packed_boundaries(position_ids) if boundaries is None else boundaries
+        if past_key_values is None and attention_mask is not None and not shared:
+            check_places(position_ids, attention_mask)
         if boundaries is not None and use_cache:
             raise ValueError(
                 "use_cache=True with packed sequences: a cache holds one sequence a row; pass use_cache=False"

@@ -45,23 +45,34 @@ def plot(rows: Iterable[Row], path: Path) -> None:
 
 
 def table(rows: Iterable[Row]) -> str:
-    """Markdown: a line for each length and number of processes."""
+    """Markdown: a line for each length and number of processes, and what follows from them."""
     shared = _ordered(rows)
-    heads = ["tokens", "processes", "seconds a step", "waiting", "messages hidden", "scan", "states"]
-    lines = [f"| {' | '.join(heads)} | peak memory |", "|---" * 8 + "|"]
+    heads = ["tokens", "processes", "memory of a process", "seconds a step", "without overlap", "waiting"]
+    lines = [f"| {' | '.join([*heads, 'scan', 'states', 'work beside messages'])} |", "|---" * 9 + "|"]
     for row in shared:
-        cells = [f"{row.length:,}", str(row.processes), f"{row.ms / 1e3:.2f}{CONTENDED * row.contended}"]
-        cells += [f"{row.waiting:.1%}", _hidden(row), f"{row.scan:.2%}", f"{row.states:.1%}"]
-        if row.processes == 1:
-            cells[3:] = [""] * 4
-        lines.append(f"| {' | '.join(cells)} | {row.memory_mib:,.0f} MiB |")
-    note = f"\n\n{CONTENDED_NOTE}" if any(row.contended for row in shared) else ""
-    return "\n".join(lines) + note
+        cells = [f"{row.length:,}", str(row.processes), f"{row.memory_mib:,.0f} MiB"]
+        cells += [f"{row.ms / 1e3:.3f}{CONTENDED * row.contended}"]
+        if row.ms_at_once is not None:
+            cells += [f"{row.ms_at_once / 1e3:.3f}", f"{row.waiting:.1%}", f"{row.scan:.2%}"]
+            cells += [f"{row.states:.1%}", f"{row.ms_beside:,.1f} ms"]
+        lines.append(f"| {' | '.join(cells + [''] * (9 - len(cells)))} |")
+    notes = [CONTENDED_NOTE] if any(row.contended for row in shared) else []
+    return "\n\n".join(["\n".join(lines), *notes, *_conclusions(shared)])
 
 
-def _hidden(row: Shared) -> str:
-    """The share of the messages' time in which a process had other work."""
-    return f"{max(0.0, 1 - row.waiting / row.messages):.0%}" if row.messages else ""
+def _conclusions(rows: list[Shared]) -> list[str]:
+    together = [row for row in rows if row.ms_at_once is not None]
+    if not together:
+        return []
+    sent = sorted({row.sent_bytes for row in together})
+    found = f"A process sent {' to '.join(f'{n:,}' for n in sent[:: max(1, len(sent) - 1)])} bytes a step"
+    found += ", whatever the length and the number of processes. " if len(sent) == 1 else ". "
+    saved = [1 - row.ms / (row.ms_at_once or row.ms) for row in together]
+    spread = max(((row.ms_high or row.ms) - (row.ms_low or row.ms)) / row.ms for row in together)
+    found += f"The overlap took {min(saved):+.1%} to {max(saved):+.1%} off a step, "
+    found += f"and the middle half of a case's steps lay up to {spread:.1%} apart: "
+    shown = max(saved) > spread
+    return [found + ("a benefit." if shown else "no benefit is shown here.")]
 
 
 def fill(text: str, rows: Iterable[Row]) -> str:
