@@ -139,9 +139,11 @@ def measured(processes: int, length: int, *, size: Size, steps: int) -> Shared:
     turns = list(zip(*(process["steps"] for process in found), strict=True))
     usual = [turn for turn in turns if not turn[0]["at_once"]]
     at_once = [max(one["seconds"] for one in turn) for turn in turns if turn[0]["at_once"]]
-    alone = processes <= (os.cpu_count() or 1)  # more of them wait for each other, whoever else there is
+    crowd = max(
+        0.0, 1 - (os.cpu_count() or 1) / processes
+    )  # they wait so much for each other, not for others
     samples = [
-        Sample(max(one["seconds"] for one in turn), alone * max(one["waited"] for one in turn))
+        Sample(max(one["seconds"] for one in turn), max(0.0, max(one["waited"] for one in turn) - crowd))
         for turn in usual
     ]
 
@@ -153,7 +155,7 @@ def measured(processes: int, length: int, *, size: Size, steps: int) -> Shared:
         processes=processes,
         length=length,
         size=str(size),
-        **timing(samples) | ({} if alone else {"waited": None}),
+        **timing(samples),
         memory_mib=round(max(process["memory_mib"] for process in found), 1),
         sent_bytes=usual[0][0]["sent"],
         waiting=round(mean("waiting"), 5),

@@ -27,13 +27,13 @@ def _count(processes: int) -> str:
 
 
 def plot(rows: Iterable[Row], path: Path) -> None:
-    """Time of a step and peak memory of a process against the length, a line for each number of processes."""
+    """Time of a step and its memory in a process against the length, a line for each number of processes."""
     rows = list(rows)
     shared = _ordered(rows)
     panels = []
     for name, title, value in (
         ("ms", "time of a step, seconds", lambda row: row.ms / 1e3),
-        ("memory", "peak memory of a process, MiB", lambda row: row.memory_mib),
+        ("memory", "memory a step takes in a process, MiB", lambda row: row.memory_mib),
     ):
         lines = [
             Line(_count(n), [(row.length, value(row)) for row in shared if row.processes == n])
