@@ -154,7 +154,7 @@ def test_a_process_that_does_not_answer_is_named(tmp_path, how, rank):
     said, _ = process.communicate(timeout=120)
     assert process.returncode != 0
     assert f"rank {rank} of 2 does not answer: it died or hangs" in said, said
-    assert checkpoints(out)  # all of them whole
+    checkpoints(out)  # all that are left are whole; the first may have been under way, and then none is
     assert not any((out / name).exists() for name in ("model.safetensors", "result.json"))
 
 
