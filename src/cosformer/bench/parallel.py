@@ -118,7 +118,7 @@ def work(case: dict[str, Any]) -> None:
         step(ids[:, :64])  # code, thread pools and libraries are not the step's memory
         before = _peak(reset=True)
         step(ids)
-        memory = _peak() - before  # later steps meet a heap in pieces, and what they add says little
+        memory = _peak() - before  # later steps add more: the heap is in pieces
         clock = Clock()
         for number in range(case["steps"] * min(2, processes)):
             clock.start(at_once=number % min(2, processes) == 1)
