@@ -52,7 +52,8 @@ ORDER = {
     ],
     "mixers": ["blocks keys", "contract", "positions", "kernel lowrank lsh polynomial random softmax sparse"],
     "hf": [
-        "cache interface loss parallel pooling sizes",
+        "cache loss parallel pooling sizes",
+        "interface",
         "configuration pretrained step",
         "seq2seq stack",
         "decoder encoder",

@@ -3,13 +3,19 @@
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import Cases
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
+from conftest import Cases, toy_model
 from judge import error
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.experimental import context_parallel
+from transformers import BertConfig, BertModel
 
 from cosformer.hf import (
     CosformerConfig,
     CosformerEncoderConfig,
     CosformerForCausalLM,
+    CosformerForConditionalGeneration,
     CosformerForMaskedLM,
     CosformerForSequenceClassification,
     CosformerForTokenClassification,
@@ -178,6 +184,57 @@ def refusals(group, _):
         sequence_parallel(torch.nn.Linear(2, 2), group),
     ):
         pass
+
+
+def all_kinds():
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4, "intermediate_size": 48}
+    bert = BertConfig(vocab_size=40, **sizes, attn_implementation="cosformer", cosformer={"horizon": 96})
+    return {
+        "decoder": decoder(),
+        "softmax": decoder("softmax+rope"),
+        "encoder": encoder(CosformerForMaskedLM),
+        "seq2seq": toy_model(CosformerForConditionalGeneration),
+        "interface": BertModel._from_config(bert),
+    }
+
+
+@CASES.add()
+def torch_context_parallelism_is_refused(group, _):
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for model in all_kinds().values():
+        ids = torch.randint(3, 40, (1, 16))
+        with context_parallel(mesh, buffers=[ids], buffer_seq_dims=[1]):
+            assert ids.shape[1] == 16 // dist.get_world_size(group)
+            with pytest.raises(
+                ValueError, match="torch's context_parallel is active, .*use cosformer.hf.sequence_parallel"
+            ):
+                model(ids)
+        model(ids)
+
+
+@pytest.mark.parametrize("size", ["cp_size", "sp_size"])
+def test_accelerate_parallelism_is_refused(monkeypatch, size):
+    """In a loop, or a Trainer, of the user's own: the models look at what accelerate was told."""
+    ids = torch.randint(3, 40, (1, 16))
+    for kind, model in all_kinds().items():
+        told = {"parallelism_config": ParallelismConfig(dp_shard_size=2, **{size: 4})}
+        monkeypatch.setattr(AcceleratorState, "_shared_state", told)
+        with pytest.raises(ValueError, match=f"ParallelismConfig has {size}=4, .* --sequence-parallel 4"):
+            model(ids)
+        told["parallelism_config"] = ParallelismConfig(dp_shard_size=2)
+        model(ids)
+        assert model.config._attn_implementation != "sdpa", kind  # what transformers' Trainer asks for
+
+
+@pytest.mark.parametrize("places", [[0, 1, 6, 7, 2, 3, 4, 5], [8, 9, 10, 11, 12, 13, 14, 15]])
+def test_permuted_and_cut_positions_are_refused_beside_a_mask(places):
+    ids, mask = torch.randint(3, 40, (2, 8)), torch.ones(2, 8, dtype=torch.long)
+    mask[1, :3] = 0
+    for model in (decoder(), encoder(CosformerForMaskedLM)):
+        with pytest.raises(ValueError, match="position_ids must count each sequence from 0"):
+            model(ids, attention_mask=mask, position_ids=torch.tensor([places]))
+        model(ids, attention_mask=mask, position_ids=torch.arange(8)[None])
+        model(ids, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0))
 
 
 @pytest.fixture(scope="module", params=[2, pytest.param(4, marks=pytest.mark.slow)])

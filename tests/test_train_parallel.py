@@ -14,13 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 from accelerate.parallelism_config import ParallelismConfig
-from conftest import go, losses, torchrun, two_sets
+from conftest import checkpoints, go, losses, torchrun, two_sets
 from conftest import run_of as small_run
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from cosformer import train
-from cosformer.train.parallel import refuse_others
+from cosformer.train.alive import Lost
 
 STEPS = 30
 JOBS = {  # task, settings, steps
@@ -78,16 +78,17 @@ def test_two_processes_share_each_sequence(tmp_path):
         same(tmp_path / f"{job}-2", Path(alone.out))
 
 
-@pytest.mark.parametrize("name", ["CP", "SP"])
+@pytest.mark.parametrize("name", ["cp_size", "sp_size"])
 def test_other_ways_to_share_a_sequence_are_refused(here, monkeypatch, name):
-    """As `accelerate launch` says them; said to the Trainer they come the same way."""
-    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")
-    monkeypatch.setenv(f"PARALLELISM_CONFIG_{name}_SIZE", "2")
-    with pytest.raises(train.SettingsError, match=f"has {name.lower()}_size=2, .* use --sequence-parallel 2"):
+    said = f"accelerate's ParallelismConfig has {name}=2, .* use cosformer train --sequence-parallel 2"
+    given = ParallelismConfig(dp_shard_size=2, **{name: 2})
+    with pytest.raises(train.SettingsError, match=said):  # to the Trainer
+        go(small_run(training={"parallelism_config": given}))
+    monkeypatch.setenv("ACCELERATE_USE_PARALLELISM_CONFIG", "true")  # by `accelerate launch`
+    monkeypatch.setenv(f"PARALLELISM_CONFIG_{name.upper()}", "2")
+    with pytest.raises(train.SettingsError, match=said):
         go(small_run())
-    with pytest.raises(train.SettingsError, match="use --sequence-parallel 4"):
-        refuse_others(ParallelismConfig(**{f"{name.lower()}_size": 4}))
-    refuse_others(ParallelismConfig(dp_shard_size=2, cp_size=1, sp_size=1))
+    assert not Path("run").exists() or not any(Path("run").glob("checkpoint-*"))
 
 
 def command(folder: Path, *more: str):
@@ -118,6 +119,28 @@ def wait_for_checkpoint(process, out: Path) -> None:
         time.sleep(0.1)
 
 
+class Dies(TrainerCallback):
+    """As if a process had died while the first wrote the checkpoint of this step."""
+
+    def __init__(self, first: bool):
+        self.first = first
+
+    def on_step_end(self, args, state, control, **kwargs):
+        if state.global_step == 5:
+            (half := Path(args.output_dir, "checkpoint-5")).mkdir()
+            (half / "model.safetensors").write_text("half")
+            raise Lost("rank 0 of 2 does not answer", first=self.first)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_the_first_that_lives_leaves_nothing_half_written(here, first):
+    with pytest.raises(train.Stopped, match="rank 0 of 2 does not answer; --resume goes on from .*-4"):
+        go(small_run(), watch=Dies(first))
+    assert Path("run/checkpoint-5").exists() is not first
+    go(small_run(), resume=True)
+    assert checkpoints()[-1] == "checkpoint-6"
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/environ").exists(), reason="finds a rank's process in /proc")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
@@ -131,6 +154,8 @@ def test_a_process_that_does_not_answer_is_named(tmp_path, how, rank):
     said, _ = process.communicate(timeout=120)
     assert process.returncode != 0
     assert f"rank {rank} of 2 does not answer: it died or hangs" in said, said
+    checkpoints(out)  # all that are left are whole; the first may have been under way, and then none is
+    assert not any((out / name).exists() for name in ("model.safetensors", "result.json"))
 
 
 @pytest.mark.slow

@@ -199,12 +199,12 @@ class Shared(Timed):
     processes: int
     length: int  # of the whole sequence
     size: str
-    memory_mib: float  # the peak of the largest process, all of it
+    memory_mib: float  # that a first step adds to the peak of the largest process
     sent_bytes: int  # by the first process, in a step
     waiting: float  # share in which a process had nothing to do but wait for a message
-    messages: float  # share in which a message was under way, with or without work beside it
     scan: float  # share of combining the states of all processes
     states: float  # share of making, reading and differentiating states, which one process need not
+    ms_beside: float  # of work while messages were under way: what they may take and cost nothing
     ms_at_once: float | None = None  # where every message is waited for at once: nothing beside it
 
 

@@ -1,14 +1,15 @@
 """cosformer bench --parallel: a training step of one sequence that several processes here hold together.
 
-Each pair of length and number of processes has fresh processes, one thread each, which speak gloo. Messages
-are watched from when they begin to when all have come; every other step waits for each at once, so that its
-time says what the work in between hides. The time in the scan, and in the states that one process would not
-need, is counted where those functions are called.
+Each pair of length and number of processes has fresh processes, one thread each, which speak gloo. Every
+other step waits for each message as soon as it is sent, so that times say what the work beside messages
+hides. The time in the scan, and in the states that one process would not need, is counted where those
+functions are called.
 """
 
 import argparse
 import json
 import math
+import os
 import statistics
 import subprocess
 import sys
@@ -32,41 +33,45 @@ from .measure import LEAST, Sample, Say, Watch, _peak, timing
 from .models import VOCABULARY, build
 
 PROCESSES = [1, 2, 4]
-LENGTHS = [8192, 32768, 131072]
+LENGTHS = [2048, 8192, 32768, 131072]
 SIZE = Size(2, 64, 4)
 MIXER = "cosformer"
-SCAN = ("_scan",)
-STATES = ("_segment", "_segment_backward", "_read", "_read_backward")
+COUNTED = {  # functions of ops/parallel.py, and what their time is called
+    "_scan": "scan",
+    "_segment": "states",
+    "_segment_backward": "states",
+    "_read": "states",
+    "_read_backward": "states",
+}
 
 
 class Message:
-    """An all-gather under way: when it began, when all had come, how long somebody stood and waited."""
+    """An all-gather under way: how long somebody worked beside it, and then stood and waited."""
 
-    def __init__(self, work: Any, begun: float):
-        self.work, self.begun, self.done, self.waiting = work, begun, math.inf, 0.0
-        work.get_future().add_done_callback(lambda _: setattr(self, "done", time.perf_counter()))
+    def __init__(self, work: Any):
+        self.work, self.begun, self.beside, self.waiting = work, time.perf_counter(), 0.0, 0.0
 
     def wait(self) -> None:
         asked = time.perf_counter()
         self.work.wait()
-        now = time.perf_counter()
-        self.waiting, self.done = now - asked, min(now, self.done)
+        self.beside = max(self.beside, asked - self.begun)
+        self.waiting += time.perf_counter() - asked
 
 
 class Clock:
     """What a process does with the time of a step."""
 
     def __init__(self) -> None:
-        self.at_once, self.gather = False, dist.all_gather_single
+        self.gather = dist.all_gather_single
         dist.all_gather_single = self.watched  # type: ignore[assignment]
-        for name in SCAN + STATES:
-            what = "scan" if name in SCAN else "states"
+        for name, what in COUNTED.items():
             setattr(parallel, name, self.counted(getattr(parallel, name), what))
-        self.messages: list[Message] = []
-        self.start()
+        self.start(at_once=False)
 
-    def start(self) -> None:
-        self.processor, self.sent, self.messages = {"scan": 0.0, "states": 0.0}, 0, []
+    def start(self, *, at_once: bool) -> None:
+        self.at_once, self.sent = at_once, 0
+        self.spent = dict.fromkeys(COUNTED.values(), 0.0)
+        self.messages: list[Message] = []
 
     def counted(self, function: Callable, what: str) -> Callable:
         """The processor's time of this thread: others may run in between."""
@@ -76,23 +81,23 @@ class Clock:
             try:
                 return function(*args)
             finally:
-                self.processor[what] += time.thread_time() - start
+                self.spent[what] += time.thread_time() - start
 
         return run
 
     def watched(self, out: torch.Tensor, x: torch.Tensor, **options: Any) -> Message:
-        begun, self.sent = time.perf_counter(), self.sent + x.nbytes
-        message = Message(self.gather(out, x, **options), begun)
+        message = Message(self.gather(out, x, **options))
         self.messages.append(message)
+        self.sent += x.nbytes
         if self.at_once:
             message.wait()
         return message
 
-    def shares(self, seconds: float) -> dict[str, float]:
-        waiting = math.fsum(message.waiting for message in self.messages)
-        under_way = math.fsum(message.done - message.begun for message in self.messages)
-        found = {**self.processor, "waiting": waiting, "messages": under_way}
-        return {name: value / seconds for name, value in found.items()}
+    def found(self, seconds: float) -> dict[str, float]:
+        """Shares of a step that took so long; the work beside its messages."""
+        spent = self.spent | {"waiting": math.fsum(message.waiting for message in self.messages)}
+        about = {name: value / seconds for name, value in spent.items()}
+        return about | {"beside": math.fsum(message.beside for message in self.messages), "sent": self.sent}
 
 
 def work(case: dict[str, Any]) -> None:
@@ -110,64 +115,70 @@ def work(case: dict[str, Any]) -> None:
 
     found: list[dict[str, Any]] = []
     with sequence_parallel(model, group) if processes > 1 else nullcontext():
-        step(ids[:, :64])  # code, thread pools and libraries
+        step(ids[:, :64])  # code, thread pools and libraries are not the step's memory
+        before = _peak(reset=True)
         step(ids)
+        memory = _peak() - before  # later steps add more: the heap is in pieces
         clock = Clock()
-        for number in range(case["steps"] * (2 if processes > 1 else 1)):
-            clock.at_once = processes > 1 and number % 2 == 1
+        for number in range(case["steps"] * min(2, processes)):
+            clock.start(at_once=number % min(2, processes) == 1)
             dist.barrier()
-            clock.start()
             with Watch() as watch:
                 start = time.perf_counter()
                 step(ids)
                 took = time.perf_counter() - start
-            about = {"seconds": took, "waited": watch.waited, "at_once": clock.at_once, "sent": clock.sent}
-            found.append(about | clock.shares(took))
-    print(json.dumps({"steps": found, "memory_mib": _peak() / 2**20}), flush=True)
+            about = {"seconds": took, "waited": watch.waited, "at_once": clock.at_once}
+            found.append(about | clock.found(took))
+    print(json.dumps({"steps": found, "memory_mib": memory / 2**20}), flush=True)
     dist.destroy_process_group()
 
 
 def measured(processes: int, length: int, *, size: Size, steps: int) -> Shared:
-    """The slowest process counts for time, the largest for memory; shares are means over processes."""
-    code = "import sys, json; from cosformer.bench import parallel; parallel.work(json.loads(sys.argv[1]))"
-    with tempfile.TemporaryDirectory() as folder:
-        case = {"processes": processes, "length": length, "size": asdict(size), "steps": steps}
-        case["store"] = str(Path(folder) / "store")
-        command = [sys.executable, "-W", "ignore", "-c", code]
-        started = [
-            subprocess.Popen(
-                [*command, json.dumps({**case, "rank": rank})], stdout=subprocess.PIPE, text=True
-            )
-            for rank in range(processes)
-        ]
-        said = [process.communicate()[0] for process in started]
-    if wrong := [rank for rank, process in enumerate(started) if process.returncode]:
-        raise SystemExit(f"bench: --parallel: process {wrong[0]} of {processes} failed at length {length:,}")
-    found = [json.loads(text.splitlines()[-1]) for text in said]
+    """The slowest process counts for time, the largest for memory; the rest are means over processes."""
+    found = started(processes, length, size=size, steps=steps)
     turns = list(zip(*(process["steps"] for process in found), strict=True))
     usual = [turn for turn in turns if not turn[0]["at_once"]]
-    slowest = [
-        Sample(max(one["seconds"] for one in turn), max(one["waited"] for one in turn)) for turn in usual
-    ]
     at_once = [max(one["seconds"] for one in turn) for turn in turns if turn[0]["at_once"]]
+    crowd = max(
+        0.0, 1 - (os.cpu_count() or 1) / processes
+    )  # they wait so much for each other, not for others
+    samples = [
+        Sample(max(one["seconds"] for one in turn), max(0.0, max(one["waited"] for one in turn) - crowd))
+        for turn in usual
+    ]
 
-    def share(name: str) -> float:
-        return round(statistics.median(math.fsum(one[name] for one in turn) / processes for turn in usual), 5)
+    def mean(name: str) -> float:
+        return statistics.median(math.fsum(one[name] for one in turn) / processes for turn in usual)
 
     return Shared(
         mixer=MIXER,
         processes=processes,
         length=length,
         size=str(size),
-        **timing(slowest),
+        **timing(samples),
         memory_mib=round(max(process["memory_mib"] for process in found), 1),
         sent_bytes=usual[0][0]["sent"],
-        waiting=share("waiting"),
-        messages=share("messages"),
-        scan=share("scan"),
-        states=share("states"),
+        waiting=round(mean("waiting"), 5),
+        scan=round(mean("scan"), 5),
+        states=round(mean("states"), 5),
+        ms_beside=round(1e3 * mean("beside"), 3),
         ms_at_once=1e3 * statistics.median(at_once) if at_once else None,
     )
+
+
+def started(processes: int, length: int, *, size: Size, steps: int) -> list[dict[str, Any]]:
+    """What each of the processes says."""
+    code = "import sys, json; from cosformer.bench import parallel; parallel.work(json.loads(sys.argv[1]))"
+    command = [sys.executable, "-W", "ignore", "-c", code]
+    case = {"processes": processes, "length": length, "size": asdict(size), "steps": steps}
+    with tempfile.TemporaryDirectory() as folder:
+        case["store"] = str(Path(folder) / "store")
+        given = [json.dumps({**case, "rank": rank}) for rank in range(processes)]
+        running = [subprocess.Popen([*command, one], stdout=subprocess.PIPE, text=True) for one in given]
+        said = [process.communicate()[0] for process in running]
+    if wrong := [rank for rank, process in enumerate(running) if process.returncode]:
+        raise SystemExit(f"bench: --parallel: process {wrong[0]} of {processes} failed at length {length:,}")
+    return [json.loads(text.splitlines()[-1]) for text in said]
 
 
 def run(args: argparse.Namespace, say: Say) -> Iterator[Shared]:
@@ -175,4 +186,4 @@ def run(args: argparse.Namespace, say: Say) -> Iterator[Shared]:
     for length in lengths:
         for processes in args.parallel or PROCESSES:
             say(f"{length:,} tokens, {processes} process(es)")
-            yield measured(processes, length, size=SIZE, steps=max(LEAST, min(16, 2**17 // length)))
+            yield measured(processes, length, size=SIZE, steps=max(LEAST, min(16, 2**19 // length)))

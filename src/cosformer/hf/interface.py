@@ -31,6 +31,7 @@ from .. import mixers
 from ..decay import Decay, DecaySpec, span_of
 from ..ops import linear_attention
 from ..ops.checks import horizon_list
+from .parallel import refuse_others
 
 OPTIONS = ("horizon", "decay")
 REFUSED = {  # keyword: what it asks for
@@ -193,6 +194,7 @@ def checked(attention_mask: Tensor | None, key: Tensor) -> Tensor | None:
 
 def refuse(module: nn.Module, kwargs: dict) -> None:
     """Stop where a layer asks for something that has no meaning here."""
+    refuse_others()
     for name, what in REFUSED.items():
         if kwargs.get(name) is not None:
             raise ValueError(

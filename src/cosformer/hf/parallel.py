@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from accelerate.parallelism_config import ParallelismConfig
+from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from ..ops.shard import LIMIT, Shard
@@ -81,6 +83,31 @@ def shard_of(stack: Any, x: Tensor, attention_mask: Tensor | None, position_ids:
     if not min(shard.lengths):
         raise ValueError(f"each process needs a token at least; they have {list(shard.lengths)}")
     return shard
+
+
+def refuse_others() -> None:
+    """Stop a model whose sequence torch or accelerate share in their way."""
+    if torch.compiler.is_compiling():
+        return
+    patched = getattr(torch.nn.functional.scaled_dot_product_attention, "__module__", None) or ""
+    if "context_parallel" in patched:
+        raise ValueError(
+            "torch's context_parallel is active, which cuts and permutes sequences for softmax attention "
+            "alone; leave it, and use cosformer.hf.sequence_parallel in its place"
+        )
+    refuse_sizes(AcceleratorState._shared_state.get("parallelism_config"))
+
+
+def refuse_sizes(config: ParallelismConfig | None) -> None:
+    """accelerate's ways to share a sequence know softmax alone, and one permutes it."""
+    for name in ("cp_size", "sp_size"):
+        size = getattr(config, name, None) or 1
+        if size > 1:
+            raise ValueError(
+                f"accelerate's ParallelismConfig has {name}={size}, which cuts or permutes sequences for "
+                "softmax attention alone; leave it out, and use cosformer train --sequence-parallel "
+                f"{size}, or cosformer.hf.sequence_parallel, in its place"
+            )
 
 
 def labels_of(group: dist.ProcessGroup | None, labels: Tensor, given: Any) -> Any:

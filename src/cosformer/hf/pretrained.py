@@ -13,6 +13,7 @@ from ..layer import Interior, ShortConvolution, Tokens
 from ..ops.shard import Shard
 from .cache import CosformerCache
 from .interface import padding, reaches
+from .parallel import refuse_others
 
 Base: Any = object  # beside an architecture's PreTrainedModel, whose methods are extended here
 
@@ -53,6 +54,7 @@ def attend(
 
     With a cache these are the next tokens of its stream. key_mask (B, L or more) ends at the last token.
     """
+    refuse_others()
     interior, causal, mixer = layer.interior, layer.is_causal, layer.interior.mixer
     stream: Any = None if cache is None else cache.layers[layer.layer_idx]
     length = x.shape[1] + (0 if stream is None else stream.get_seq_length())

@@ -95,6 +95,8 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
         if past_key_values is None and attention_mask is None and not shared:
             boundaries = kwargs.get("cu_seq_lens_q")
             boundaries = packed_boundaries(position_ids) if boundaries is None else boundaries
+        if past_key_values is None and attention_mask is not None and not shared:
+            check_places(position_ids, attention_mask)
         if boundaries is not None and use_cache:
             raise ValueError(
                 "use_cache=True with packed sequences: a cache holds one sequence a row; pass use_cache=False"
@@ -171,13 +173,28 @@ def packed_boundaries(position_ids: Tensor | None) -> Tensor | None:
     new[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
     begins = new.flatten().nonzero().flatten()
     if bool(position_ids.flatten()[begins].any()):
-        shown = str(position_ids[0, :12].tolist())[:-1] + (", ...]" if position_ids.shape[1] > 12 else "]")
-        raise ValueError(
-            "position_ids must count each sequence from 0: one sequence a row, or several packed into it; "
-            f"got a row {shown}. A part of a sequence, or one in another order, has no meaning without its "
-            "beginning (context parallelism permutes sequences: these models have cosformer.hf."
-            "sequence_parallel, or cosformer train --sequence-parallel, in its place)"
-        )
+        raise ValueError(_misplaced(position_ids))
     if len(begins) == len(position_ids):
         return None
     return torch.cat([begins, begins.new_tensor([position_ids.numel()])])
+
+
+def check_places(position_ids: Tensor | None, attention_mask: Tensor) -> None:
+    """Beside a mask positions can only count a row's kept tokens, or its places: no model reads them."""
+    if position_ids is None or torch.compiler.is_compiling():
+        return
+    keep = attention_mask[:, -position_ids.shape[1] :].bool()
+    places = torch.arange(keep.shape[1], device=keep.device)
+    counted = (position_ids == keep.cumsum(1) - 1) | (position_ids == places)
+    if bool((keep & ~counted).any()):
+        raise ValueError(_misplaced(position_ids))
+
+
+def _misplaced(position_ids: Tensor) -> str:
+    shown = str(position_ids[0, :12].tolist())[:-1] + (", ...]" if position_ids.shape[1] > 12 else "]")
+    return (
+        "position_ids must count each sequence from 0: one sequence a row, or several packed into it; "
+        f"got a row {shown}. A part of a sequence, or one in another order, has no meaning without its "
+        "beginning (context parallelism permutes sequences: these models have cosformer.hf."
+        "sequence_parallel, or cosformer train --sequence-parallel, in its place)"
+    )

@@ -201,19 +201,32 @@ def speeds(measured: Measured) -> list[Table]:
 
 def shared(rows: list[Shared]) -> Table | None:
     """What becomes of the time where several processes share a sequence."""
-    heads = ["processes", "waiting", "messages hidden", "scan", "states", "seconds a step", "at once"]
+    rows = [row for row in rows if row.ms_at_once is not None]
+    if not rows:
+        return None
+    heads = ["processes", "seconds a step", "without overlap", "waiting", "scan", "states", "beside messages"]
     body: Lines = []
     for row in rows:
-        hidden = f"{max(0.0, 1 - row.waiting / row.messages):.0%}" if row.messages else NOTHING
-        shares = [f"{row.waiting:.1%}", hidden, f"{row.scan:.2%}", f"{row.states:.1%}"]
-        seconds = [f"{row.ms / 1e3:.2f}", f"{(row.ms_at_once or 0.0) / 1e3:.2f}"]
-        if row.processes > 1:
-            body.append(
-                (f"{row.length:,}", [Entry(text) for text in [str(row.processes), *shares, *seconds]])
-            )
-    note = "At once: the seconds where every message is waited for at once, with no work beside it."
+        entries = [str(row.processes), f"{row.ms / 1e3:.3f}", f"{(row.ms_at_once or 0.0) / 1e3:.3f}"]
+        entries += [f"{row.waiting:.1%}", f"{row.scan:.2%}", f"{row.states:.1%}", f"{row.ms_beside:,.1f} ms"]
+        body.append((f"{row.length:,}", [Entry(text) for text in entries]))
     caption = "A training step of one sequence over several processes"
-    return Table(caption, "tokens", [Column(head) for head in heads], {"": body}, note) if body else None
+    return Table(caption, "tokens", [Column(head) for head in heads], {"": body}, overlap(rows))
+
+
+def overlap(rows: list[Shared]) -> str:
+    """What was sent, and whether working beside messages saved more than the times vary."""
+    least, most = min(row.sent_bytes for row in rows), max(row.sent_bytes for row in rows)
+    sent = f"A process sent {least:,} to {most:,} bytes a step."
+    if least == most:
+        sent = f"A process sent {most:,} bytes a step, whatever the length and the number of processes."
+    saved = [1 - row.ms / (row.ms_at_once or row.ms) for row in rows]
+    spread = max(((row.ms_high or row.ms) - (row.ms_low or row.ms)) / row.ms for row in rows)
+    shown = "a benefit" if max(saved) > spread else "no benefit is shown here"
+    return (
+        f"{sent} The overlap took {min(saved):+.1%} to {max(saved):+.1%} off a step, and the middle half of a "
+        f"case's steps lay up to {spread:.1%} apart: {shown}."
+    )
 
 
 PAIRS = [  # (what is added, without, with)

@@ -15,7 +15,11 @@ LOST = 5.0  # without a beat
 
 
 class Lost(RuntimeError):
-    """Processes of the run that do not answer."""
+    """Processes of the run that do not answer; `first`: this one is the first of those that do."""
+
+    def __init__(self, said: str, *, first: bool):
+        super().__init__(said)
+        self.first = first
 
 
 @contextmanager
@@ -38,10 +42,10 @@ def watched() -> Iterator[None]:
             raise
         lost, said = blame(store)
         said = f"{said} ({text.splitlines()[0][:200]})"
-        living = [rank for rank in range(dist.get_world_size()) if rank not in lost]
-        if 0 in lost and living[:1] == [dist.get_rank()]:  # it is the first that speaks for all
+        first = dist.get_rank() == min(set(range(dist.get_world_size())) - {*lost} | {dist.get_rank()})
+        if 0 in lost and first:  # which else would speak for all
             print(said, file=sys.stderr, flush=True)
-        raise Lost(said) from error
+        raise Lost(said, first=first) from error
     finally:
         done.set()
         thread.join()

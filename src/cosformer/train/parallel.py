@@ -16,7 +16,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..hf.parallel import parts, share
+from ..hf.parallel import parts, refuse_sizes, share
 from ..tasks.contract import IGNORE
 from ..tasks.metrics import TokenScores
 from .settings import SettingsError
@@ -52,7 +52,13 @@ class Parallel(Sharded):
             self.preprocess_logits_for_metrics: Any = summed(scores, self.group)
 
     def create_accelerator_and_postprocess(self) -> None:
-        refuse_others(self.args.parallelism_config)
+        config = self.args.parallelism_config
+        if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
+            config = ParallelismConfig()  # as `accelerate launch` says it
+        try:
+            refuse_sizes(config)
+        except ValueError as error:
+            raise SettingsError(str(error)) from None
         super().create_accelerator_and_postprocess()
 
     def get_total_train_batch_size(self, args: Any) -> int:
@@ -81,20 +87,6 @@ class Parallel(Sharded):
         rows = rows[:: self.processes].flatten(0, 1)
         state = self.accelerator.gradient_state
         return rows[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else rows
-
-
-def refuse_others(config: ParallelismConfig | None) -> None:
-    """accelerate's ways to share a sequence know softmax alone, one permutes it: given to a run, or by
-    `accelerate launch`."""
-    if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
-        config = ParallelismConfig()
-    for name in ("cp_size", "sp_size"):
-        size = getattr(config, name, None) or 1
-        if size > 1:
-            raise SettingsError(
-                f"accelerate's ParallelismConfig has {name}={size}, which cuts or permutes sequences for "
-                f"softmax attention alone; use --sequence-parallel {size} instead"
-            )
 
 
 class Part:

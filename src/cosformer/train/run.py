@@ -153,6 +153,8 @@ def stage(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallba
                 told = f"interrupted by {interrupt.asked} after the last step"
                 raise Interrupted(f"{told}; the run in {out} is complete")
         except (Lost, *UNWRITABLE) as error:
+            if isinstance(error, Lost) and error.first:  # one that died may have been writing
+                put_aside(newest_whole(out)[1])
             raise Stopped(f"{error}; {trainer.what_is_left()}") from error
     return result
 
