@@ -224,8 +224,8 @@ def overlap(rows: list[Shared]) -> str:
     spread = max(((row.ms_high or row.ms) - (row.ms_low or row.ms)) / row.ms for row in rows)
     shown = "a benefit" if max(saved) > spread else "no benefit is shown here"
     return (
-        f"{sent} The overlap took {min(saved):+.1%} to {max(saved):+.1%} off a step, and the middle half of a "
-        f"case's steps lay up to {spread:.1%} apart: {shown}."
+        f"{sent} The overlap took {min(saved):+.1%} to {max(saved):+.1%} off a step, and the middle half of "
+        f"a case's steps lay up to {spread:.1%} apart: {shown}."
     )
 
 
