@@ -57,7 +57,7 @@ class Plan:
             hidden = None if after is not None or len(rest) == norms else rest[norms:]
             whole = after if hidden is None else hidden.view(call.state_shape(q, v))
             y = Outputs(out, rest[:norms].view(out.shape[:3]), whole)
-            if like is not None:
+            if like is not None and not is_functorch_wrapped_tensor(dout):
                 run = self.backend.plan_backward(Upstream(dout, dafter), x, y, call)
             if run is None:
                 return gradients(dout, dafter, x, y, call)
