@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import _dispatch_keys, _is_any_autocast_enabled
+from torch._C import _dispatch_keys, _is_any_autocast_enabled, _is_tracing
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
-from torch.jit import is_tracing
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .call import Backend, Call, Grads, Inputs, Outputs, Run, RunBackward, Upstream
@@ -89,7 +88,7 @@ def find(tensors: tuple, options: tuple) -> tuple[tuple | None, Plan | None]:
 
 def _alike(*tensors) -> tuple | None:
     """What tensors must share to be taken by one plan; None where there are no plans."""
-    if is_compiling() or is_tracing() or is_in_torch_dispatch_mode() or _is_any_autocast_enabled():
+    if is_compiling() or _is_tracing() or is_in_torch_dispatch_mode() or _is_any_autocast_enabled():
         return None
     if forward_ad._current_level >= 0:
         return None
