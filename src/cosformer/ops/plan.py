@@ -1,8 +1,8 @@
 """Plans: a call that was checked and packed once runs again by the addresses of its tensors.
 
 A short call is mostly Python: what is checked, and what the kernel is told. Both depend on the options and on
-the tensors' shapes, strides and dtypes alone, so a call that has passed leaves a plan under these, and the
-next one like it goes straight to the backend. Where torch traces, maps or casts there are no plans, and all
+the tensors' shapes, strides and dtypes alone, so a call that was checked makes a plan under these, by which it
+and all like it run; a backward is packed once for all like it, too. Where torch traces, maps or casts there are no plans, and all
 is done anew; so it is with a backend that makes none.
 """
 
@@ -56,7 +56,8 @@ class Plan:
             hidden = None if after is not None or len(rest) == norms else rest[norms:]
             whole = after if hidden is None else hidden.view(call.state_shape(q, v))
             y = Outputs(out, rest[:norms].view(out.shape[:3]), whole)
-            if like is not None and not is_functorch_wrapped_tensor(dout):
+            mapped = any(t is not None and is_functorch_wrapped_tensor(t) for t in (dout, dafter))
+            if like is not None and not mapped:
                 run = self.backend.plan_backward(Upstream(dout, dafter), x, y, call)
             if run is None:
                 return gradients(dout, dafter, x, y, call)
