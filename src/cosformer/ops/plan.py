@@ -1,9 +1,9 @@
 """Plans: a call that was checked and packed once runs again by the addresses of its tensors.
 
 A short call is mostly Python: what is checked, and what the kernel is told. Both depend on the options and on
-the tensors' shapes, strides and dtypes alone, so a call that was checked makes a plan under these, by which it
-and all like it run; a backward is packed once for all like it, too. Where torch traces, maps or casts there are no plans, and all
-is done anew; so it is with a backend that makes none.
+the tensors' shapes, strides and dtypes alone, so a call that was checked makes a plan under these, by which
+it and all like it run; its backward is packed once, too. Where torch traces, maps or casts there are no
+plans, and all is done anew; so it is with a backend that makes none.
 """
 
 from types import NoneType
