@@ -68,6 +68,46 @@ def test_gradients_of_planned_calls():
         first.sum().backward()
 
 
+def backward_plans() -> int:
+    return sum(len(it.backwards) for it in plan._plans.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("decay", [None, "position"])
+def test_a_backward_is_planned_for_what_it_is_given(causal, decay, dtype):
+    """Upstream gradients and saved tensors may lie in memory otherwise than before."""
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2).to(dtype) for x in inputs(L=9, S=9))
+    rate = rates(decay, 2, 4, 9)
+    leaves = [x.detach().requires_grad_() for x in (q, k, v, rate) if x is not None]
+
+    def out(backend=None):
+        decay = leaves[3] if rate is not None else None
+        return cosformer_attention(*leaves[:3], causal=causal, horizon=20, decay=decay, backend=backend)
+
+    like = torch.randn_like(out())
+    ups = [like, like.contiguous(), like[:, :, :, :1].expand_as(like), (-like)._neg_view(), like]
+    for up in ups:
+        wanted = torch.autograd.grad(out("torch"), leaves, up)
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().contiguous(), lambda t: t):
+            elsewhere = out()
+        for found in (torch.autograd.grad(out(), leaves, up), torch.autograd.grad(elsewhere, leaves, up)):
+            for got, want in zip(found, wanted):
+                assert_close(got, want)
+    if decay is None or causal or dtype == torch.float32:
+        assert backward_plans() == 6  # three ways that the upstream gradient lies, and the saved ones two
+
+
+def test_gradients_of_many_at_once():
+    q, k, v = (x.requires_grad_() for x in inputs(L=9, S=9))
+    ups = torch.randn(3, *q.shape[:3], v.shape[3])
+    out = cosformer_attention(q, k, v, horizon=20)
+    many = torch.func.vmap(lambda up: torch.autograd.grad(out, (q, k, v), up, retain_graph=True))(ups)
+    for i, up in enumerate(ups):
+        for got, want in zip(many, torch.autograd.grad(out, (q, k, v), up, retain_graph=True)):
+            assert_close(got[i], want)
+
+
 @pytest.mark.parametrize("bad", [-0.5, math.inf, math.nan])
 @pytest.mark.parametrize("shape", [(4,), (2, 4, 9)])
 def test_rates_are_looked_at_in_every_call(shape, bad):

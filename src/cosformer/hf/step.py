@@ -1,9 +1,9 @@
 """The next token of a decoder through all its blocks at once: which blocks and which calls go this way.
 
 The kernel takes a block as `CosformerStack` makes it, with a linear mixer, in float32 or bfloat16 on the CPU,
-that nobody has changed and nobody listens to. Another block, as a hybrid's softmax layers are, is called between the
-others. A call that records, differentiates, traces, masks the token or asks for more than the last hidden
-state goes the general way, which `tests/test_hf_step.py` compares this one with.
+that nobody has changed and nobody listens to. Another block, as a hybrid's softmax layers are, is called
+between the others. A call that records, differentiates, traces, masks the token or asks for more than the
+last hidden state goes the general way, which `tests/test_hf_step.py` compares this one with.
 """
 
 from collections.abc import Iterator

@@ -223,7 +223,7 @@ def plan(x: Inputs, call: Call, graph: bool) -> Run | None:
     y, angles, run_at = Outputs.empty(x, call), _angles(x, call), kernel().forward
     packed, large = _packed(x, y, call, angles), y.out.nbytes >= _LARGE
     shape, strides = y.out.shape, y.out.stride()
-    state = None if y.after is None else (y.after.shape, y.after.stride())
+    state_shape, state_strides = ((), ()) if y.after is None else (y.after.shape, y.after.stride())
     keeps_norm, norms = graph or call.two_sided(x), y.norm.numel()
     hidden = 0 if y.after is None or call.keep_state or not graph else y.after.numel()  # the backward's alone
 
@@ -231,7 +231,7 @@ def plan(x: Inputs, call: Call, graph: bool) -> Run | None:
         out = q.new_empty_strided(shape, strides)
         after, after_at, rest, norm_at = None, 0, None, 0
         if call.keep_state:
-            after = q.new_empty_strided(*state, dtype=torch.float32)
+            after = q.new_empty_strided(state_shape, state_strides, dtype=torch.float32)
             after_at = after.data_ptr()
         if keeps_norm:
             rest = q.new_empty_strided((norms + hidden,), (1,), dtype=torch.float32)

@@ -107,10 +107,10 @@ class Grads(NamedTuple):
         return cls(q, k, v, decay, state)
 
 
-# Made ready for all tensors like those of a call. A forward: q, k, v, decay, key_mask, state, position -> out,
-# after if it is wanted, and with a graph one flat tensor of what else the backward reads: the normaliser, then
-# the state if it is not wanted. A backward: dout, dafter, the forward's tensors, out, the addresses of
-# normaliser and state, position -> Grads.
+# Made ready for all tensors like those of a call. A forward: q, k, v, decay, key_mask, state, position ->
+# out, after if it is wanted, and with a graph one flat tensor of what else the backward reads: the
+# normaliser, then the state if it is not wanted. A backward: dout, dafter, the forward's tensors, out, the
+# addresses of normaliser and state, position -> Grads.
 Run = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
 RunBackward = Callable[..., Grads]
 

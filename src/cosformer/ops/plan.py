@@ -1,9 +1,9 @@
 """Plans: a call that was checked and packed once runs again by the addresses of its tensors.
 
 A short call is mostly Python: what is checked, and what the kernel is told. Both depend on the options and on
-the tensors' shapes, strides and dtypes alone, so a call that has passed leaves a plan under these, and the
-next one like it goes straight to the backend. Where torch traces, maps or casts there are no plans, and all
-is done anew; so it is with a backend that makes none.
+the tensors' shapes, strides and dtypes alone, so a call that was checked makes a plan under these, by which
+it and all like it run; its backward is packed once, too. Where torch traces, maps or casts there are no
+plans, and all is done anew; so it is with a backend that makes none.
 """
 
 from types import NoneType
@@ -11,11 +11,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import _dispatch_keys, _is_any_autocast_enabled
+from torch._C import _dispatch_keys, _is_any_autocast_enabled, _is_tracing
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
-from torch.jit import is_tracing
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .call import Backend, Call, Grads, Inputs, Outputs, Run, RunBackward, Upstream
@@ -57,7 +56,8 @@ class Plan:
             hidden = None if after is not None or len(rest) == norms else rest[norms:]
             whole = after if hidden is None else hidden.view(call.state_shape(q, v))
             y = Outputs(out, rest[:norms].view(out.shape[:3]), whole)
-            if like is not None:
+            mapped = any(t is not None and is_functorch_wrapped_tensor(t) for t in (dout, dafter))
+            if like is not None and not mapped:
                 run = self.backend.plan_backward(Upstream(dout, dafter), x, y, call)
             if run is None:
                 return gradients(dout, dafter, x, y, call)
@@ -89,7 +89,7 @@ def find(tensors: tuple, options: tuple) -> tuple[tuple | None, Plan | None]:
 
 def _alike(*tensors) -> tuple | None:
     """What tensors must share to be taken by one plan; None where there are no plans."""
-    if is_compiling() or is_tracing() or is_in_torch_dispatch_mode() or _is_any_autocast_enabled():
+    if is_compiling() or _is_tracing() or is_in_torch_dispatch_mode() or _is_any_autocast_enabled():
         return None
     if forward_ad._current_level >= 0:
         return None

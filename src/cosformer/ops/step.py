@@ -104,8 +104,8 @@ class Blocks:
         return [*map(Tensor.data_ptr, self._tensors), *map(Tensor.stride, self._tensors)]
 
     def __call__(self, x: Tensor, kept: Sequence[tuple[Tensor, ...]], position: int) -> None:
-        """x (B, C) in float32 and, for each block, its state (B, H, F, E + 1) and the last q, k and v that its
-        convolution looks back at, (B, width - 1, channels) each: all contiguous, and all changed in place."""
+        """x (B, C) in float32 and, for each block, its state (B, H, F, E + 1) and the last q, k and v that
+        its convolution looks back at, (B, width - 1, channels) each: all contiguous, and changed in place."""
         places = [t.data_ptr() for tensors in kept for t in (*tensors, *(x,) * (4 - len(tensors)))]
         packed_places = struct.pack(f"={len(places)}q", *places)
         _rows.step(self._packed, packed_places, len(kept), self.dtype, x, position)
