@@ -61,6 +61,15 @@ def test_chunked_is_the_softmax(total):
     torch.testing.assert_close(torch.autograd.grad(loss, (hidden, weight, bias)), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_chunked_sums_half_precision_in_float32(dtype):
+    hidden, weight, labels = torch.randn(8000, C), torch.randn(4000, C), torch.randint(4000, (8000,))
+    loss = chunked(hidden.to(dtype), weight.to(dtype), None, labels)
+    want = F.cross_entropy(hidden.to(dtype).float() @ weight.to(dtype).float().T, labels)
+    assert loss.dtype == torch.float32
+    torch.testing.assert_close(loss, want, rtol=1e-3, atol=0.0)
+
+
 @pytest.mark.parametrize("kind", ["CosformerForCausalLM", "CosformerForMaskedLM"])
 def test_a_model_trains_by_chunks_as_by_the_whole(kind):
     grads = []

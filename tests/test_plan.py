@@ -1,11 +1,14 @@
 """Plans: the second call of a kind is the first one's equal, in results, gradients and errors."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from conftest import RUNNING
 from judge import assert_close, inputs, judge, rates
+from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from cosformer import State, cosformer_attention, cosformer_stream
 from cosformer.ops import plan
@@ -89,13 +92,45 @@ def test_a_backward_is_planned_for_what_it_is_given(causal, decay, dtype):
     ups = [like, like.contiguous(), like[:, :, :, :1].expand_as(like), (-like)._neg_view(), like]
     for up in ups:
         wanted = torch.autograd.grad(out("torch"), leaves, up)
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: t.detach().contiguous(), lambda t: t):
-            elsewhere = out()
+        elsewhere = out()
+        node = elsewhere.grad_fn
+        for tensor, saved in zip(node.saved_tensors, node._raw_saved_tensors, strict=True):
+            if tensor is not None:
+                saved.register_hooks(lambda t: t.detach().contiguous(), lambda t: t)
         for found in (torch.autograd.grad(out(), leaves, up), torch.autograd.grad(elsewhere, leaves, up)):
             for got, want in zip(found, wanted):
                 assert_close(got, want)
     if decay is None or causal or dtype == torch.float32:
         assert backward_plans() == 6  # three ways that the upstream gradient lies, and the saved ones two
+
+
+def test_no_plan_where_a_transform_is_at_work():
+    """Not even for tensors that it does not wrap; and nothing that it makes is kept."""
+    q, k, v = (x.requires_grad_() for x in inputs(L=9, S=9))
+    more = torch.randn(3, *q.shape[:3], v.shape[3])
+    for leaves in ((q, k, v), (q.detach(), k.detach(), v.detach())):
+        for horizon in (20 + leaves[0].requires_grad, 20 + leaves[0].requires_grad):  # first, and again
+            call = partial(cosformer_attention, *leaves, horizon=horizon)
+            many = torch.func.vmap(lambda n: call() + n)(more)
+            slope = torch.func.grad(lambda n: (call() * n).sum())(more[0])
+            assert calls_planned() == 0
+            assert_close(many[1], call(backend="torch") + more[1])
+            assert_close(slope, call(backend="torch"))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_checkpointing_saves_alike_whoever_watches(causal):
+    """A mode that watches the forward, and not its recomputation."""
+    q, k, v = (x.requires_grad_() for x in inputs(L=9, S=9))
+
+    def call(*x):
+        return cosformer_attention(*x, horizon=20, causal=causal).square().sum()
+
+    wanted = torch.autograd.grad(call(q, k, v), (q, k, v))
+    with FlopCounterMode(display=False):
+        watched = checkpoint(call, q, k, v, use_reentrant=False)
+    for got, want in zip(torch.autograd.grad(watched, (q, k, v)), wanted):
+        assert_close(got, want)
 
 
 def test_gradients_of_many_at_once():
@@ -175,8 +210,8 @@ def test_plans_do_not_pile_up(monkeypatch):
 
 
 @pytest.mark.parametrize("causal", [True, False])
-def test_a_checkpointed_call_is_done_again_by_its_plan(causal):
-    """The first call has none yet, and what both save must be alike."""
+def test_a_checkpointed_call_has_no_plan(causal):
+    """What it saves, and what its recomputation does, must be alike."""
     plan._plans.clear()
     q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
 
@@ -185,6 +220,6 @@ def test_a_checkpointed_call_is_done_again_by_its_plan(causal):
 
     torch.utils.checkpoint.checkpoint(call, q, k, v, use_reentrant=False).sum().backward()
     found = [t.grad for t in (q, k, v)]
-    assert plan._plans
+    assert not plan._plans
     for got, wanted in zip(found, torch.autograd.grad(call(q, k, v).sum(), (q, k, v))):
         torch.testing.assert_close(got, wanted)

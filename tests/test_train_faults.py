@@ -215,8 +215,12 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_others_are_named(fault, he
     stopped(5)  # leaves two: that of step 5, and the best
     before = checkpoints()
     assert len(before) == 2 and before[-1] == "checkpoint-5"
+    mine = Path("run/checkpoint-5-averaged")  # the user's own, which is left alone
+    mine.mkdir()
     fault(Path("run/checkpoint-5/optimizer.pt"), random.Random(0))
     go(resume=True)
+    assert mine.exists()
+    mine.rmdir()
     found = {truncate: r"has [\d,]+ bytes in the place of [\d,]+", delete: "is missing"}
     what = found.get(fault, "is not what was written")
     line = (

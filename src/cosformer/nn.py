@@ -193,25 +193,33 @@ class CosformerAttention(MixerAttention):
         self,
         embed_dim: int,
         num_heads: int,
-        *args,
+        dropout: float = 0.0,
+        bias: bool = True,
+        add_bias_kv: bool = False,
+        add_zero_attn: bool = False,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        batch_first: bool = False,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+        *,
         horizon: Horizon | None = None,
         decay: DecaySpec = None,
         learn_decay: bool = False,
         eps: float = 1e-6,
         backend: str | None = None,
-        **kwargs,
+        **layer,
     ) -> None:
+        unknown = set(layer) - {"num_kv_heads", "short_conv", "qk_norm", "output_gate"}
+        if unknown:
+            raise TypeError(f"CosformerAttention got an unexpected keyword argument {min(unknown)!r}")
         horizons = [] if horizon is None else horizon_list(horizon, num_heads)
-        options = {
-            "horizon": "length" if horizon is None else horizon,
-            "decay": decay,
-            "learn_decay": learn_decay,
-        }
-        options |= {"eps": eps, "backend": backend}
-        span = math.ceil(span_of(horizons, UNKNOWN_LENGTH))
+        operator = {"horizon": "length" if horizon is None else horizon, "eps": eps, "backend": backend}
         super().__init__(
-            embed_dim, num_heads, *args, mixer="cosformer", max_length=span, options=options, **kwargs
-        )
+            embed_dim, num_heads, dropout, bias, add_bias_kv, add_zero_attn, kdim, vdim, batch_first,
+            device, dtype, mixer="cosformer", max_length=math.ceil(span_of(horizons, UNKNOWN_LENGTH)),
+            options={"decay": decay, "learn_decay": learn_decay, **operator}, **layer,
+        )  # fmt: skip
         self.horizon = horizon
 
 

@@ -71,6 +71,7 @@ def settings(argv: list[str] | None) -> argparse.Namespace:
     if args.quick:
         args.lengths = args.lengths or [512, 2048, 8192]
         args.memory &= args.kind == "operators"
+    args.mixers, args.models = (given and [*dict.fromkeys(given)] for given in (args.mixers, args.models))
     for mixer in (args.models or []) + [name for name in args.mixers or [] if name != "all"]:
         try:
             pattern(mixer)

@@ -40,15 +40,17 @@ def chunked(
 ) -> Tensor:
     """The mean cross entropy; the arguments are those of `one_vs_each`."""
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
+    half = hidden.dtype in (torch.bfloat16, torch.float16)  # in which torch would add all tokens up
     loss = F.linear_cross_entropy(
         hidden,
         weight,
         labels,
         linear_bias=bias,
         ignore_index=ignore,
-        reduction="sum",
+        reduction="none" if half else "sum",
         options=nn.LinearCrossEntropyOptions(),
     )
+    loss = loss.sum(dtype=torch.float32) if half else loss
     return loss / ((labels != ignore).sum().clamp_min(1) if total is None else total)
 
 

@@ -186,15 +186,18 @@ def check_places(position_ids: Tensor | None, attention_mask: Tensor) -> None:
     keep = attention_mask[:, -position_ids.shape[1] :].bool()
     places = torch.arange(keep.shape[1], device=keep.device)
     counted = (position_ids == keep.cumsum(1) - 1) | (position_ids == places)
-    if bool((keep & ~counted).any()):
+    begins = keep.clone()
+    begins[:, 1:] &= ~keep[:, :-1]
+    first = begins.cumsum(1) == 1  # behind a hole in the mask `generate` counts on from the padding
+    if bool((keep & first & ~counted).any()):
         raise ValueError(_misplaced(position_ids))
 
 
 def _misplaced(position_ids: Tensor) -> str:
     shown = str(position_ids[0, :12].tolist())[:-1] + (", ...]" if position_ids.shape[1] > 12 else "]")
     return (
-        "position_ids must count each sequence from 0: one sequence a row, or several packed into it; "
-        f"got a row {shown}. A part of a sequence, or one in another order, has no meaning without its "
-        "beginning (context parallelism permutes sequences: these models have cosformer.hf."
+        "position_ids must count each sequence from 0: one sequence a row, or several packed into it "
+        f"(without attention_mask); got a row {shown}. A part of a sequence, or one in another order, has no "
+        "meaning without its beginning (context parallelism permutes sequences: these models have cosformer.hf."
         "sequence_parallel, or cosformer train --sequence-parallel, in its place)"
     )

@@ -8,6 +8,7 @@ from itertools import islice
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -280,6 +281,7 @@ def _watched(tensors, traced: Callable, differentiated: Callable) -> Callable | 
     if tracing or given[0].is_meta or not _PLAIN.issuperset(map(type, given)):
         return traced
     graph = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    if graph or forward_ad._current_level >= 0 or any(map(is_functorch_wrapped_tensor, given)):
+    transformed = _are_functorch_transforms_active() or any(map(is_functorch_wrapped_tensor, given))
+    if graph or transformed or forward_ad._current_level >= 0:
         return differentiated
     return None

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled
-from torch._C import _dispatch_keys, _is_any_autocast_enabled, _is_tracing
+from torch._C import _are_functorch_transforms_active, _dispatch_keys, _is_any_autocast_enabled, _is_tracing
+from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
@@ -78,8 +79,8 @@ def find(tensors: tuple, options: tuple) -> tuple[tuple | None, Plan | None]:
     The tensors are q, k, v, decay, key_mask, state. Options that are equal must mean the same: True == 1.
     """
     like = _alike(*tensors)
-    if like is None:
-        return None, None
+    if like is None or _top_saved_tensors_default_hooks(False) is not None:
+        return None, None  # checkpointing's hooks compare what is saved, which must not depend on plans
     key = (is_grad_enabled(), like, options)
     try:
         return key, _plans.get(key)
@@ -91,7 +92,7 @@ def _alike(*tensors) -> tuple | None:
     """What tensors must share to be taken by one plan; None where there are no plans."""
     if is_compiling() or _is_tracing() or is_in_torch_dispatch_mode() or _is_any_autocast_enabled():
         return None
-    if forward_ad._current_level >= 0:
+    if forward_ad._current_level >= 0 or _are_functorch_transforms_active():
         return None
     like = list[Any]()
     for x in tensors:

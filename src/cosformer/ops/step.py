@@ -101,7 +101,8 @@ class Blocks:
         return self._now() == self._places
 
     def _now(self) -> list:  # for every token, so by the quickest way
-        return [*map(Tensor.data_ptr, self._tensors), *map(Tensor.stride, self._tensors)]
+        kinds = [t.dtype for t in self._tensors]
+        return [*map(Tensor.data_ptr, self._tensors), *map(Tensor.stride, self._tensors), *kinds]
 
     def __call__(self, x: Tensor, kept: Sequence[tuple[Tensor, ...]], position: int) -> None:
         """x (B, C) in float32 and, for each block, its state (B, H, F, E + 1) and the last q, k and v that

@@ -207,11 +207,15 @@ def shared(rows: list[Shared]) -> Table | None:
     heads = ["processes", "seconds a step", "without overlap", "waiting", "scan", "states", "beside messages"]
     body: Lines = []
     for row in rows:
-        entries = [str(row.processes), f"{row.ms / 1e3:.3f}", f"{(row.ms_at_once or 0.0) / 1e3:.3f}"]
+        seconds = [
+            f"{ms / 1e3:.3f}{costs.CONTENDED * row.contended}" for ms in (row.ms, row.ms_at_once or 0.0)
+        ]
+        entries = [str(row.processes), *seconds]
         entries += [f"{row.waiting:.1%}", f"{row.scan:.2%}", f"{row.states:.1%}", f"{row.ms_beside:,.1f} ms"]
         body.append((f"{row.length:,}", [Entry(text) for text in entries]))
     caption = "A training step of one sequence over several processes"
-    return Table(caption, "tokens", [Column(head) for head in heads], {"": body}, overlap(rows))
+    note = overlap(rows) + (f" {costs.CONTENDED_NOTE}" if any(row.contended for row in rows) else "")
+    return Table(caption, "tokens", [Column(head) for head in heads], {"": body}, note)
 
 
 def overlap(rows: list[Shared]) -> str:

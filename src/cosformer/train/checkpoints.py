@@ -17,7 +17,11 @@ def checkpoint_of(out: str | Path, step: int) -> Path:
 
 def checkpoints(out: str | Path) -> list[Path]:
     """Every checkpoint of a run, whole or not, the newest first."""
-    return [Path(path) for path in reversed(sort_checkpoints(str(out)))]
+    found = map(Path, reversed(sort_checkpoints(str(out))))
+    numbered = (
+        f"{PREFIX_CHECKPOINT_DIR}-"  # and nothing after the number: a folder called otherwise is the user's
+    )
+    return [path for path in found if path.name.removeprefix(numbered).isdigit()]
 
 
 def last_checkpoint(out: str | Path) -> Path | None:

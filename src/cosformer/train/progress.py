@@ -113,10 +113,12 @@ class Bar(TrainerCallback):
     def __init__(self, metrics: Metrics, *, at_end: int, batch: int):
         self.bar: tqdm | None = None
         self.said, self.metrics, self.at_end, self.batch = 0.0, metrics, at_end, batch
-        self.first: tuple[int, float] | None = None  # the first step of this process, and when it was over
+        self.begun = (0, time.perf_counter())  # before the first step of this process: its number, and when
+        self.first: tuple[int, float] | None = None  # the same after it
         self.scored = 0.0  # seconds of an evaluation's example
 
     def on_train_begin(self, args, state, control, **kwargs):
+        self.begun = (state.global_step, time.perf_counter())
         if state.is_world_process_zero and sys.stderr.isatty():
             done = {"total": state.max_steps, "initial": state.global_step, "bar_format": self.form}
             self.bar = tqdm(unit="step", dynamic_ncols=True, **done)
@@ -133,7 +135,9 @@ class Bar(TrainerCallback):
     def left(self, state) -> float:
         """Seconds until all is done."""
         now = time.perf_counter()
-        step, then = self.first or (state.global_step, now)
+        step, then = self.first or self.begun
+        if step == state.global_step:  # the first is slow, but all there is
+            step, then = self.begun
         each = (now - then) / max(1, state.global_step - step)
         scored = self.scored or each / self.batch / 3
         return (state.max_steps - state.global_step) * each + self.at_end * scored

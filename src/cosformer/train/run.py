@@ -154,7 +154,7 @@ def stage(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallba
                 raise Interrupted(f"{told}; the run in {out} is complete")
         except (Lost, *UNWRITABLE) as error:
             if isinstance(error, Lost) and error.first:  # one that died may have been writing
-                put_aside(newest_whole(out)[1])
+                put_aside({path: why for path, why in newest_whole(out)[1].items() if not is_sealed(path)})
             raise Stopped(f"{error}; {trainer.what_is_left()}") from error
     return result
 
