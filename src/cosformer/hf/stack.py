@@ -198,6 +198,6 @@ def _misplaced(position_ids: Tensor) -> str:
     return (
         "position_ids must count each sequence from 0: one sequence a row, or several packed into it "
         f"(without attention_mask); got a row {shown}. A part of a sequence, or one in another order, has no "
-        "meaning without its beginning (context parallelism permutes sequences: these models have cosformer.hf."
-        "sequence_parallel, or cosformer train --sequence-parallel, in its place)"
+        "meaning without its beginning (context parallelism permutes sequences: these models have "
+        "cosformer.hf.sequence_parallel, or cosformer train --sequence-parallel, in its place)"
     )
