@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from cosformer import bench
 from cosformer.bench import tune
-from cosformer.ops import _torch, _triton, checks, operator, trust
+from cosformer.ops import _torch, _triton, checks, operator, plan, trust
 from cosformer.ops.call import Backend, Call, Inputs, Upstream
 from cosformer.ops.triton import blocks
 
@@ -154,7 +154,9 @@ def built(monkeypatch):
     def launch(kernel, grid, *arguments, **options):
         found.add((kernel.__name__, step.identity(kernel, arguments, options)))
 
-    monkeypatch.setattr(operator, "choose", lambda *_: _triton.KERNELS)
+    for module in (operator, plan):
+        monkeypatch.setattr(module, "choose", lambda *_: _triton.KERNELS)
+    plan._plans.clear()
     monkeypatch.setattr(checks, "readable", lambda x: False)  # nothing is computed
     with step.absent("sm_90", launch):
         yield found
