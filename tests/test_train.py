@@ -543,7 +543,10 @@ def test_the_command_line_wins_over_a_recipe():
         (["copy", "--output_dir", "x"], "output_dir is the run's --out"),
         (["copy", "--mixer", "nobody"], "unknown mixer 'nobody'; one of bigbird"),
         (["copy", "--size", "huge"], "size is 'huge'; one of toy"),
-        (["copy", "--loss", "hinge"], "loss is 'hinge' over 256 samples; one of 'softmax', 'chunked', 'one-vs-each'"),
+        (
+            ["copy", "--loss", "hinge"],
+            "loss is 'hinge' over 256 samples; one of 'softmax', 'chunked', 'one-vs-each'",
+        ),
         (["reverse", "--loss", "one-vs-each"], "model has no field 'loss'; see CosformerSeq2SeqConfig"),
         (["copy", "--size", "published"], "size 'published': task 'copy' has no published sizes"),
         (["copy", "--data", "x"], "task 'copy' has no setting 'data'; it takes length"),
