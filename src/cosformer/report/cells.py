@@ -125,7 +125,7 @@ class Measured:
 def _cost(row: results.Shared) -> results.Cost:
     """What a step costs that several processes share: they stand where mixers do."""
     who = "1 process" if row.processes == 1 else f"{row.processes} processes"
-    size = f"{row.size}, one sequence over several processes"
+    size = f"{row.size}, one shared sequence"
     names = ("length", "ms", "ms_low", "ms_high", "waited", "memory_mib")
     known: dict[str, Any] = {name: getattr(row, name) for name in names}
     return results.Cost(what="model", work="training", mixer=who, causal=True, size=size, **known)
