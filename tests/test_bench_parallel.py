@@ -40,7 +40,7 @@ def test_the_tables():
     time, memory, shares = tables.speeds(Measured([two, invented(1, 64)]))
     assert time.markdown().splitlines()[2:] == ["| 1 process | 128,000 |", "| 2 processes | 1,500 † |"]
     assert memory.markdown().splitlines()[2:] == ["| 1 process | 400 |", "| 2 processes | 400 |"]
-    row = "| 64 | 2 | 1.500 | 1.520 | 2.0% | 0.10% | 5.0% | 7.0 ms |"
+    row = "| 64 | 2 | 1.500† | 1.520† | 2.0% | 0.10% | 5.0% | 7.0 ms |"
     assert shares.markdown().splitlines()[2:] == [row]
     assert shares.note.startswith("A process sent 1,000 bytes a step, whatever the length")
     assert "took +1.3% to +1.3% off a step" in shares.note
