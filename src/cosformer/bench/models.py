@@ -21,7 +21,7 @@ from ..hf.sizes import Size
 from ..results import Cost
 from .measure import Say, Work, in_turns, measured
 
-MIXERS = ["cosformer", "cosformer-paper", "softmax+rope"]
+MIXERS = ["cosformer", "cosformer-paper", "cosformer-hybrid", "softmax+rope"]
 LENGTHS = [1024, 4096, 16384]
 CONTEXTS = [64, 512, 4096, 65_536]
 SIZE = Size(4, 256, 4, feedforward=1536)
