@@ -27,6 +27,8 @@ TOY = plan.Subject(
     test_examples=8,
 )
 MIXERS = ["softmax+rope", "cosformer-paper", "linformer"]
+KINDS = {"lm": "causal-lm", "recall": "causal-lm", "mlm": "masked-lm", "seq2seq": "seq2seq"}
+KINDS |= dict.fromkeys(("listops", "text", "image", "classify"), "sequence-classification")
 
 
 def run(out, *, subjects=(TOY,), mixers=MIXERS, seeds=None, steps=4, minutes=None):
@@ -404,6 +406,7 @@ def test_the_subjects_of_the_evidence_can_be_had():
     """What needs no data builds its task and its models; the others' settings are their task's."""
     for subject in plan.full("nowhere"):
         assert set(subject.settings) <= set(tasks.settings(subject.task)), subject.name
+        models.check_fields(KINDS[subject.task], subject.fields)
         if "data" not in subject.settings:
             small = {"examples": (32, 4, 4)} | subject.settings
             task = tasks.build(subject.task, **small)

@@ -79,7 +79,7 @@ def demo(data: str | None = None, length: int | None = None) -> list[Subject]:
 LONG = {"pooling": "normed-mean", "initializer_range": 0.02}
 ALIKE = {"train_sampling_strategy": "group_by_length"}  # texts of like length in a batch: less padding
 # Nystromformer's models for Long-Range Arena, its optimiser and its rate, which is not searched.
-SMALL = {"intermediate_size": 128, "pooling": "mean", "hidden_dropout_prob": 0.1}
+SMALL = {"intermediate_size": 128, "pooling": "mean", "dropout": 0.1}
 ITS_OWN = {"lr_scheduler_type": "linear", "weight_decay": 0.0, "adam_beta2": 0.999}
 PRETRAINED = {"max_steps": 1_000, "learning_rate": 1e-3}  # on a task's own texts
 GRID = {64: (8, 4, 16), 128: (16, 8, 32), 256: (32, 16, 64)}  # tokens: pairs to recall

@@ -59,13 +59,11 @@ def build_model(run: Run, task: tasks.Task, *, start: str | None) -> PreTrainedM
     """The run's model: new, or a saved one with the head this task needs."""
     what = f"model {run.mixer!r}" if start is None else f"start {start}"
     with refused((ValueError, TypeError, OSError, SafetensorError), what):
-        known = models.CLASSES[task.kind].config_class()
-        if unknown := [name for name in run.model_fields if not hasattr(known, name)]:
-            raise SettingsError(f"model has no field {unknown[0]!r}; see {type(known).__name__}")
         if start is None:
             fields = run.model_fields
             return models.build(task, mixer=run.mixer, size=run.size, fields=fields, seed=run.seed)
         check_start(start, task)
+        models.check_fields(task.kind, run.model_fields)
         torch.manual_seed(run.seed)
         labels = models.label_fields(task)
         fields = run.model_fields | labels

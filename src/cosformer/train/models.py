@@ -5,6 +5,7 @@ cosformer-hybrid ...
 """
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -49,6 +50,7 @@ def config_of(
     start: str | None = None,
 ):
     """The configuration: new, or that of a saved model to `start` from; `fields` are its own and win."""
+    check_fields(task.kind, fields or {})
     if start is not None:
         own = label_fields(task) | (fields or {})
         return CLASSES[task.kind].config_class.from_pretrained(start, local_files_only=True, **own)
@@ -70,6 +72,13 @@ def config_of(
         known["intermediate_size"] = 32 * round(2 * wide / 3 / 32)  # a gated MLP has three matrices, not two
         known["max_position_embeddings"] = task.max_length
     return CLASSES[task.kind].config_class(**{**known, **(fields or {})})
+
+
+def check_fields(kind: str, fields: Iterable[str]) -> None:
+    """transformers takes any field of a config, and one that is misspelt changes nothing."""
+    config = CLASSES[kind].config_class()
+    if unknown := [name for name in fields if not hasattr(config, name)]:
+        raise ValueError(f"no field {unknown[0]!r}; see {type(config).__name__}")
 
 
 def label_fields(task: Task) -> dict[str, Any]:
