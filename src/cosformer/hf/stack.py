@@ -5,6 +5,8 @@ layer wants them its mixer has them (softmax+rope). Dropout, which Llama's block
 and on what each block adds.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -18,7 +20,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from ..ops.norm import rms_norm
-from ..ops.shard import LIMIT
+from ..ops.shard import LIMIT, Shard
 from .parallel import shard_of
 from .pretrained import CosformerPreTrained, attend, check_call, check_learned_positions, new_interior
 from .step import next_token
@@ -110,8 +112,8 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
         if self.config.positions == "learned":
             before = 0 if past_key_values is None else past_key_values.get_seq_length()
             before = before if shard is None else shard.offset
-            if position_ids is None and attention_mask is not None and shard is None:
-                position_ids = unpadded(attention_mask, embedded.shape[1], before)
+            if position_ids is None and attention_mask is not None:
+                position_ids = unpadded(attention_mask, embedded.shape[1], before, shard)
             embedded = embedded + self.position_vectors(embedded, position_ids, before)
         one_more = past_key_values is not None and embedded.shape[1] == 1 and shard is None
         if one_more and not self._asks_for_more(kwargs):
@@ -151,13 +153,17 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
         return self.embed_positions(position_ids)
 
 
-def unpadded(mask: Tensor, length: int, seen: int) -> Tensor:
+def unpadded(mask: Tensor, length: int, seen: int, shard: Shard | None) -> Tensor:
     """The positions of the last `length` tokens of rows that may be padded: each counts from its first token.
 
-    A mask of the new tokens alone stands behind `seen` others, none of them padding.
+    A mask of the new tokens alone stands behind `seen` others, none of them padding; that of a part behind
+    those of the processes before.
     """
-    before = seen if mask.shape[1] < seen + length else 0
-    return (before + mask.long().cumsum(1) - 1).clamp_min(0)[:, -length:]
+    mask = mask.long()
+    before: Any = seen if mask.shape[1] < seen + length else 0
+    if shard is not None:
+        before = shard.gathered(mask.sum(1, keepdim=True))[: shard.rank].sum(0)
+    return (before + mask.cumsum(1) - 1).clamp_min(0)[:, -length:]
 
 
 def packed_boundaries(position_ids: Tensor | None) -> Tensor | None:
