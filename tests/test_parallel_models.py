@@ -1,5 +1,6 @@
 """Models whose sequence several processes hold do what one process does: loss, gradients, cache, refusals."""
 
+from pathlib import Path
 from unittest.mock import patch
 
 import pytest
@@ -7,10 +8,11 @@ import torch
 import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
-from conftest import Cases, toy_model
+from conftest import Cases, python_of, toy_model
 from judge import error
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._context_parallel import _attention as cp
 from transformers import BertConfig, BertModel
 
 from cosformer.hf import (
@@ -21,6 +23,7 @@ from cosformer.hf import (
     CosformerForMaskedLM,
     CosformerForSequenceClassification,
     CosformerForTokenClassification,
+    CosformerModel,
     prefill,
     sequence_parallel,
 )
@@ -167,6 +170,22 @@ def a_prompt_read_together_goes_on_in_each(group, mixer):
 
 
 @CASES.add()
+def the_page_says_it_right(group, _):
+    page: dict = {}
+    exec("\n".join(python_of(Path(__file__).parents[1] / "docs" / "parallel.md")), page)
+    model, batch = decoder(), text()
+    ids, labels = batch["input_ids"], batch["labels"]
+    model(ids, labels=labels).loss.backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    page["loss_of"](model, ids, torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:], group).backward()
+    for p, w in zip(model.parameters(), wanted, strict=True):
+        dist.all_reduce(p.grad, group=group)
+        assert error(p.grad / dist.get_world_size(group), w, max(g.abs().max() for g in wanted)) < 1e-5
+    assert torch.equal(page["answer"](model.eval(), ids, group), model.generate(ids))
+
+
+@CASES.add()
 def refusals(group, _):
     model, W = decoder(), dist.get_world_size(group)
     ids = torch.randint(3, 40, (1, 8))
@@ -254,6 +273,29 @@ def test_accelerate_parallelism_is_refused(monkeypatch, size):
         told["parallelism_config"] = ParallelismConfig(dp_shard_size=2)
         model(ids)
         assert model.config._attn_implementation != "sdpa", kind  # what transformers' Trainer asks for
+
+
+def test_a_compiled_model_refuses_what_it_refuses_otherwise(monkeypatch):
+    """Also what begins after it was compiled; in a graph every refusal is a RuntimeError."""
+    model = CosformerModel(CosformerConfig(**SMALL | {"num_hidden_layers": 1}))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    ids, given = torch.randint(3, 40, (1, 8)), {"attention_mask": torch.ones(1, 8, dtype=torch.long)}
+    plain = given | {"position_ids": torch.arange(8)[None]}
+    compiled(ids, **plain)
+    with pytest.raises(RuntimeError, match="position_ids must count each sequence from 0"):
+        compiled(ids, **given, position_ids=torch.tensor([[0, 1, 6, 7, 2, 3, 4, 5]]))
+    cp._enable_context_parallel_dispatcher_impl(2, None)
+    try:
+        with pytest.raises(RuntimeError, match="torch's context_parallel is active"):
+            compiled(ids, **plain)
+    finally:
+        cp._disable_context_parallel_dispatcher_impl()
+    told = {"parallelism_config": ParallelismConfig(dp_shard_size=2, cp_size=4)}
+    monkeypatch.setattr(AcceleratorState, "_shared_state", told)
+    with pytest.raises(RuntimeError, match="ParallelismConfig has cp_size=4"):
+        compiled(ids, **plain)
+    told.clear()
+    compiled(ids, **plain)
 
 
 @pytest.mark.parametrize("places", [[0, 1, 6, 7, 2, 3, 4, 5], [8, 9, 10, 11, 12, 13, 14, 15]])

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from torch import Tensor
@@ -97,7 +98,7 @@ def check_order(shard: Shard, places: Tensor) -> None:
     jumps = (places[:, 1:] != places[:, :-1] + 1) & (places[:, 1:] != 0)
     ends = torch.stack([places[:, 0], places[:, -1], jumps.any(1).to(places.dtype)])
     first, last, jump = shard.gathered(ends).unbind(1)  # (ranks, B) each
-    follows = torch.nn.functional.pad(last[:-1] + 1, (0, 0, 1, 0))
+    follows = F.pad(last[:-1] + 1, (0, 0, 1, 0))
     if bool((jump.bool() | ((first != 0) & (first != follows))).any()):
         raise ValueError(
             "position_ids must count each sequence from 0, in order, over the parts of all processes; "
@@ -108,10 +109,8 @@ def check_order(shard: Shard, places: Tensor) -> None:
 
 def refuse_others() -> None:
     """Stop a model whose sequence torch or accelerate share in their way."""
-    if torch.compiler.is_compiling():
-        return
-    patched = getattr(torch.nn.functional.scaled_dot_product_attention, "__module__", None) or ""
-    if "context_parallel" in patched:
+    softmax = F.scaled_dot_product_attention
+    if softmax is not torch._C._nn.scaled_dot_product_attention and "context_parallel" in softmax.__module__:
         raise ValueError(
             "torch's context_parallel is active, which cuts and permutes sequences for softmax attention "
             "alone; leave it, and use cosformer.hf.sequence_parallel in its place"

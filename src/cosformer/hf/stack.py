@@ -187,7 +187,7 @@ def packed_boundaries(position_ids: Tensor | None) -> Tensor | None:
 
 def check_places(position_ids: Tensor | None, attention_mask: Tensor) -> None:
     """Beside a mask positions can only count a row's kept tokens, or its places: no model reads them."""
-    if position_ids is None or torch.compiler.is_compiling():
+    if position_ids is None:
         return
     keep = attention_mask[:, -position_ids.shape[1] :].bool()
     places = torch.arange(keep.shape[1], device=keep.device)
@@ -195,15 +195,21 @@ def check_places(position_ids: Tensor | None, attention_mask: Tensor) -> None:
     begins = keep.clone()
     begins[:, 1:] &= ~keep[:, :-1]
     first = begins.cumsum(1) == 1  # behind a hole in the mask `generate` counts on from the padding
-    if bool((keep & first & ~counted).any()):
+    wrong = (keep & first & ~counted).any()
+    if torch.compiler.is_compiling():  # a graph's own way to refuse
+        torch._assert_async(~wrong, MISPLACED.format(""))
+    elif bool(wrong):
         raise ValueError(_misplaced(position_ids))
 
 
 def _misplaced(position_ids: Tensor) -> str:
     shown = str(position_ids[0, :12].tolist())[:-1] + (", ...]" if position_ids.shape[1] > 12 else "]")
-    return (
-        "position_ids must count each sequence from 0: one sequence a row, or several packed into it "
-        f"(without attention_mask); got a row {shown}. A part of a sequence, or one in another order, has no "
-        "meaning without its beginning (context parallelism permutes sequences: these models have "
-        "cosformer.hf.sequence_parallel, or cosformer train --sequence-parallel, in its place)"
-    )
+    return MISPLACED.format(f"; got a row {shown}")
+
+
+MISPLACED = (
+    "position_ids must count each sequence from 0: one sequence a row, or several packed into it "
+    "(without attention_mask){}. A part of a sequence, or one in another order, has no meaning without its "
+    "beginning (context parallelism permutes sequences: these models have cosformer.hf.sequence_parallel, "
+    "or cosformer train --sequence-parallel, in its place)"
+)
