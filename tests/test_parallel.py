@@ -6,6 +6,8 @@ itself; this file is their program, too.
 
 import math
 import random
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -13,7 +15,7 @@ import torch.distributed as dist
 from conftest import Cases
 from judge import error, rates
 
-from cosformer.ops import linear_attention, linear_stream
+from cosformer.ops import linear_attention, linear_stream, parallel
 from cosformer.ops.convolution import short_convolution
 from cosformer.ops.parallel import linear_sharded
 from cosformer.ops.shard import Shard
@@ -222,6 +224,51 @@ def traffic(group, _):
                 assert sent.sizes == formula[:1], (sent.sizes, formula, N)
                 out.sum().backward()
                 assert sent.sizes == formula, (sent.sizes, formula, N)
+
+
+class Order:
+    """Writes down what happens: messages sent and waited for, and calls of a backend by what they relate."""
+
+    def __init__(self):
+        self.seen = []
+
+    def __enter__(self):
+        send, forward, backward = dist.all_gather_single, parallel.attend, parallel.attend_backward
+        new = {"attend": lambda x, call: self.worked(forward, x, x, call)}
+        new["attend_backward"] = lambda up, x, *rest: self.worked(backward, x, up, x, *rest)
+        self.patches = [patch.object(dist, "all_gather_single", lambda *a, **o: self.sent(send(*a, **o)))]
+        self.patches += [patch.object(parallel, name, function) for name, function in new.items()]
+        for each in self.patches:
+            each.start()
+        return self
+
+    def __exit__(self, *_):
+        for each in self.patches:
+            each.stop()
+
+    def worked(self, function, x, *args):
+        what = {(True, True): "own", (True, False): "read", (False, True): "keys"}
+        self.seen.append(what[x.q.shape[2] > 0, x.k.shape[2] > 0])
+        return function(*args)
+
+    def sent(self, work):
+        self.seen.append("sent")
+        wait = work.wait
+        return SimpleNamespace(wait=lambda: (self.seen.append("waited"), wait()))
+
+
+@case()
+def messages_travel_while_a_process_works(group, _):
+    """Nothing waits for a message before all is done that can be done without it."""
+    shard = Shard.of(group, torch.empty(1, 9))
+    for causal, decay, ways in ((True, 0.1, 1), (True, None, 1), (False, 0.1, 2)):
+        q, k, v = (torch.rand(1, 2, 9, 4).requires_grad_() for _ in range(3))
+        with Order() as order:
+            out, _ = linear_sharded(q, k, v, shard, causal=causal, decay=decay, relu=True)
+            assert order.seen == [*["keys"] * ways, "sent", "own", "waited", *["read"] * ways], order.seen
+            order.seen.clear()
+            out.sum().backward()
+            assert order.seen == [*["read"] * ways, "sent", "own", "waited", *["keys"] * ways], order.seen
 
 
 @case("one", "packed")

@@ -1,14 +1,18 @@
 """Models whose sequence several processes hold do what one process does: loss, gradients, cache, refusals."""
 
+from pathlib import Path
+from unittest.mock import patch
+
 import pytest
 import torch
 import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
-from conftest import Cases, toy_model
+from conftest import Cases, python_of, toy_model
 from judge import error
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor.experimental import context_parallel
+from torch.distributed.tensor.experimental._context_parallel import _attention as cp
 from transformers import BertConfig, BertModel
 
 from cosformer.hf import (
@@ -19,14 +23,16 @@ from cosformer.hf import (
     CosformerForMaskedLM,
     CosformerForSequenceClassification,
     CosformerForTokenClassification,
+    CosformerModel,
     prefill,
     sequence_parallel,
 )
+from cosformer.mixers import softmax
 
 CASES = Cases()
 SMALL = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 SMALL |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 96, "dropout": 0.0}
-LENGTHS = [19, 1, 2, 28]
+LENGTHS = {2: [17, 33], 4: [19, 1, 2, 28]}
 DOCUMENTS = [*range(13), *range(7), *range(25), *range(5)]
 
 
@@ -49,13 +55,11 @@ def awake(model):
     return model.double()
 
 
-def compare(group, model, batch, *, shared=(), lengths=None):
+def compare(group, model, batch, *, shared=()):
     """The loss and gradients of a batch (B, N) in one process and in the group's, averaged over them; the
     loss is float32."""
     rank, W = dist.get_rank(group), dist.get_world_size(group)
-    lengths = LENGTHS[-W:] if lengths is None else lengths
-    N = sum(lengths)
-    batch = {name: t if name in shared else t[:, :N] for name, t in batch.items()}
+    lengths = LENGTHS[W]
     if "shift_labels" in batch:
         batch["shift_labels"] = torch.nn.functional.pad(batch["labels"], (0, 1), value=-100)[:, 1:]
     alone = {name: t for name, t in batch.items() if name != "shift_labels"}
@@ -89,7 +93,8 @@ def text(packed=False, masked=False):
         batch["position_ids"] = torch.tensor([DOCUMENTS, DOCUMENTS[::-1]])
         batch["position_ids"][1] = torch.arange(50)
     if masked:
-        batch["attention_mask"] = (torch.arange(50) < torch.tensor([[50], [31]])).long()
+        at = torch.arange(50)
+        batch["attention_mask"] = torch.stack([at >= 20, at < 31]).long()  # on the left, and on the right
     return batch
 
 
@@ -108,6 +113,13 @@ def decoders(group, mixer):
     compare(group, decoder(mixer), text())
     compare(group, decoder(mixer), text(masked=True))
     compare(group, decoder(mixer), text(packed=True))
+
+
+@CASES.add("softmax+rope")
+def softmax_of_some_queries_at_a_time(group, mixer):
+    with patch.object(softmax, "PAIRS", 3 * 50):
+        decoders(group, mixer)
+        encoders(group, "softmax")
 
 
 @CASES.add()
@@ -158,14 +170,38 @@ def a_prompt_read_together_goes_on_in_each(group, mixer):
 
 
 @CASES.add()
+def the_page_says_it_right(group, _):
+    page: dict = {}
+    exec("\n".join(python_of(Path(__file__).parents[1] / "docs" / "parallel.md")), page)
+    model, batch = decoder(), text()
+    ids, labels = batch["input_ids"], batch["labels"]
+    model(ids, labels=labels).loss.backward()
+    wanted = [p.grad.clone() for p in model.parameters()]
+    model.zero_grad()
+    page["loss_of"](model, ids, torch.nn.functional.pad(labels, (0, 1), value=-100)[:, 1:], group).backward()
+    for p, w in zip(model.parameters(), wanted, strict=True):
+        dist.all_reduce(p.grad, group=group)
+        assert error(p.grad / dist.get_world_size(group), w, max(g.abs().max() for g in wanted)) < 1e-5
+    assert torch.equal(page["answer"](model.eval(), ids, group), model.generate(ids))
+
+
+@CASES.add()
 def refusals(group, _):
     model, W = decoder(), dist.get_world_size(group)
     ids = torch.randint(3, 40, (1, 8))
     with sequence_parallel(model, group):
         with pytest.raises(ValueError, match="shift the labels of the whole"):
             model(ids, labels=ids)
-        with pytest.raises(ValueError, match="must count each sequence from 0, in order"):
-            model(ids, position_ids=torch.tensor([[0, 1, 6, 7, 2, 3, 4, 5]]))
+        rank, at = dist.get_rank(group), torch.arange(8)[None]
+        for wrong in (
+            torch.tensor([[0, 1, 6, 7, 2, 3, 4, 5]]),
+            8 * (W - 1 - rank) + at,  # parts in another order
+            torch.where(at < 4, at, at + (rank == W - 1)) + 8 * rank,  # only the last process's are wrong
+        ):
+            with pytest.raises(ValueError, match="must count each sequence from 0, in order, .* and end at"):
+                model(ids, position_ids=wrong)
+        model(ids, position_ids=8 * rank + at)
+        model(ids, position_ids=at)
         with pytest.raises(ValueError, match="each process needs a token"):
             model(ids[:, : dist.get_rank(group)])
     assert model.model.sequence_group is None
@@ -184,6 +220,19 @@ def refusals(group, _):
         sequence_parallel(torch.nn.Linear(2, 2), group),
     ):
         pass
+    other = dist.GroupMember.NON_GROUP_MEMBER  # what new_group gives to a process outside
+    for use in (lambda: prefill(model, ids, other), lambda: sequence_parallel(model, other).__enter__()):
+        with pytest.raises(ValueError, match="is not one of it"):
+            use()
+    with sequence_parallel(model):  # torch's way to say all
+        assert model.model.sequence_group is dist.group.WORLD
+
+
+def test_one_process_has_nobody_to_share_with():
+    """dist.group.WORLD is None then, and a model told None would take a part for the whole."""
+    for use in (lambda: prefill(decoder(), None), lambda: sequence_parallel(decoder()).__enter__()):
+        with pytest.raises(ValueError, match="call dist.init_process_group first"):
+            use()
 
 
 def all_kinds():
@@ -224,6 +273,29 @@ def test_accelerate_parallelism_is_refused(monkeypatch, size):
         told["parallelism_config"] = ParallelismConfig(dp_shard_size=2)
         model(ids)
         assert model.config._attn_implementation != "sdpa", kind  # what transformers' Trainer asks for
+
+
+def test_a_compiled_model_refuses_what_it_refuses_otherwise(monkeypatch):
+    """Also what begins after it was compiled; in a graph every refusal is a RuntimeError."""
+    model = CosformerModel(CosformerConfig(**SMALL | {"num_hidden_layers": 1}))
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    ids, given = torch.randint(3, 40, (1, 8)), {"attention_mask": torch.ones(1, 8, dtype=torch.long)}
+    plain = given | {"position_ids": torch.arange(8)[None]}
+    compiled(ids, **plain)
+    with pytest.raises(RuntimeError, match="position_ids must count each sequence from 0"):
+        compiled(ids, **given, position_ids=torch.tensor([[0, 1, 6, 7, 2, 3, 4, 5]]))
+    cp._enable_context_parallel_dispatcher_impl(2, None)
+    try:
+        with pytest.raises(RuntimeError, match="torch's context_parallel is active"):
+            compiled(ids, **plain)
+    finally:
+        cp._disable_context_parallel_dispatcher_impl()
+    told = {"parallelism_config": ParallelismConfig(dp_shard_size=2, cp_size=4)}
+    monkeypatch.setattr(AcceleratorState, "_shared_state", told)
+    with pytest.raises(RuntimeError, match="ParallelismConfig has cp_size=4"):
+        compiled(ids, **plain)
+    told.clear()
+    compiled(ids, **plain)
 
 
 @pytest.mark.parametrize("places", [[0, 1, 6, 7, 2, 3, 4, 5], [8, 9, 10, 11, 12, 13, 14, 15]])

@@ -76,6 +76,11 @@ def test_two_processes_share_each_sequence(tmp_path):
         train.train(alone, watch=TrainerCallback())
         assert len(losses(Path(alone.out))) == JOBS[job][1]
         same(tmp_path / f"{job}-2", Path(alone.out))
+    command = ["-m", "cosformer", "evaluate", str(tmp_path / "lm-2"), "--sequence-parallel", "2", "--json"]
+    said, _ = torchrun(*command).communicate(timeout=200)
+    (line,) = (line for line in said.splitlines() if line.startswith("{"))  # of one of them
+    wanted = train.evaluate(run_of(tmp_path, "lm", processes=1), tmp_path / "lm-2")
+    assert json.loads(line)["perplexity"] == pytest.approx(wanted["perplexity"], rel=1e-4)
 
 
 @pytest.mark.parametrize("name", ["cp_size", "sp_size"])

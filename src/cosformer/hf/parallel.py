@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from torch import Tensor
@@ -18,12 +19,15 @@ from ..ops.shard import LIMIT, Shard
 
 
 @contextmanager
-def sequence_parallel(model: Any, group: dist.ProcessGroup, *, limit: int = LIMIT) -> Iterator[None]:
+def sequence_parallel(
+    model: Any, group: dist.ProcessGroup | None = None, *, limit: int = LIMIT
+) -> Iterator[None]:
     """Within it the tokens a model is called with are a part of those of all processes of `group`.
 
+    group    None for all processes there are
     limit    the most bytes of keys and values that a softmax layer may gather
     """
-    share(model, group, limit=limit)
+    share(model, joined(group), limit=limit)
     try:
         yield
     finally:
@@ -42,19 +46,30 @@ def share(model: Any, group: dist.ProcessGroup | None, *, limit: int = LIMIT) ->
         stack.sequence_group, stack.sequence_limit = group, limit
 
 
+def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The group, as torch.distributed names it; one without this process would be none at all."""
+    if not (dist.is_available() and dist.is_initialized()):
+        raise ValueError("there are no processes to share a sequence: call dist.init_process_group first")
+    group = dist.group.WORLD if group is None else group
+    if group is None or dist.get_rank(group) < 0:
+        raise ValueError(f"group: process {dist.get_rank()} is not one of it; pass the one that it is in")
+    return group
+
+
 def parts(total: int, processes: int) -> list[int]:
     """Lengths that share `total` tokens as evenly as can be."""
     return [total * (r + 1) // processes - total * r // processes for r in range(processes)]
 
 
 @torch.no_grad()
-def prefill(model: Any, input_ids: Tensor, group: dist.ProcessGroup) -> Any:
+def prefill(model: Any, input_ids: Tensor, group: dist.ProcessGroup | None = None) -> Any:
     """The cache after all but the last of a prompt's tokens (B, N), read by all processes of `group` at once
     and the same in each. From there decoding goes on in any of them:
 
         cache = prefill(model, input_ids, group)
         model.generate(input_ids, attention_mask=torch.ones_like(input_ids), past_key_values=cache)
     """
+    group = joined(group)
     lengths = parts(input_ids.shape[1] - 1, dist.get_world_size(group))
     if not min(lengths):
         return model(input_ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
@@ -68,29 +83,34 @@ def shard_of(stack: Any, x: Tensor, attention_mask: Tensor | None, position_ids:
     if cache is not None and cache.get_seq_length():
         raise ValueError("a cache that holds tokens goes on in one process; leave sequence_parallel first")
     places = position_ids if attention_mask is None else None
-    if places is not None:
-        places = places.expand(x.shape[:2])
-        steps = places[:, 1:] - places[:, :-1]
-        wrong = (steps != 1) & (places[:, 1:] != 0)
-        if dist.get_rank(stack.sequence_group) == 0:
-            wrong = torch.cat([wrong, places[:, :1] != 0], 1)
-        if bool(wrong.any()):
-            raise ValueError(
-                "position_ids must count each sequence from 0, in order, over the parts of all processes; "
-                f"got a part {places[0, :12].tolist()}"
-            )
+    places = None if places is None else places.expand(x.shape[:2])
     shard = Shard.of(stack.sequence_group, x, places=places, limit=stack.sequence_limit)
     if not min(shard.lengths):
         raise ValueError(f"each process needs a token at least; they have {list(shard.lengths)}")
+    if places is not None:
+        check_order(shard, places)
     return shard
+
+
+def check_order(shard: Shard, places: Tensor) -> None:
+    """Places count on from part to part, or begin again at 0. What is wrong in one process all refuse: they
+    would wait for it."""
+    jumps = (places[:, 1:] != places[:, :-1] + 1) & (places[:, 1:] != 0)
+    ends = torch.stack([places[:, 0], places[:, -1], jumps.any(1).to(places.dtype)])
+    first, last, jump = shard.gathered(ends).unbind(1)  # (ranks, B) each
+    follows = F.pad(last[:-1] + 1, (0, 0, 1, 0))
+    if bool((jump.bool() | ((first != 0) & (first != follows))).any()):
+        raise ValueError(
+            "position_ids must count each sequence from 0, in order, over the parts of all processes; "
+            f"got a part {places[0, :12].tolist()}; the parts of the first row begin at "
+            f"{first[:, 0].tolist()} and end at {last[:, 0].tolist()}"
+        )
 
 
 def refuse_others() -> None:
     """Stop a model whose sequence torch or accelerate share in their way."""
-    if torch.compiler.is_compiling():
-        return
-    patched = getattr(torch.nn.functional.scaled_dot_product_attention, "__module__", None) or ""
-    if "context_parallel" in patched:
+    softmax = F.scaled_dot_product_attention
+    if softmax is not torch._C._nn.scaled_dot_product_attention and "context_parallel" in softmax.__module__:
         raise ValueError(
             "torch's context_parallel is active, which cuts and permutes sequences for softmax attention "
             "alone; leave it, and use cosformer.hf.sequence_parallel in its place"

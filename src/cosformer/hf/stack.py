@@ -5,6 +5,8 @@ layer wants them its mixer has them (softmax+rope). Dropout, which Llama's block
 and on what each block adds.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
@@ -18,7 +20,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from ..ops.norm import rms_norm
-from ..ops.shard import LIMIT
+from ..ops.shard import LIMIT, Shard
 from .parallel import shard_of
 from .pretrained import CosformerPreTrained, attend, check_call, check_learned_positions, new_interior
 from .step import next_token
@@ -110,8 +112,8 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
         if self.config.positions == "learned":
             before = 0 if past_key_values is None else past_key_values.get_seq_length()
             before = before if shard is None else shard.offset
-            if position_ids is None and attention_mask is not None and shard is None:
-                position_ids = unpadded(attention_mask, embedded.shape[1], before)
+            if position_ids is None and attention_mask is not None:
+                position_ids = unpadded(attention_mask, embedded.shape[1], before, shard)
             embedded = embedded + self.position_vectors(embedded, position_ids, before)
         one_more = past_key_values is not None and embedded.shape[1] == 1 and shard is None
         if one_more and not self._asks_for_more(kwargs):
@@ -151,13 +153,17 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
         return self.embed_positions(position_ids)
 
 
-def unpadded(mask: Tensor, length: int, seen: int) -> Tensor:
+def unpadded(mask: Tensor, length: int, seen: int, shard: Shard | None) -> Tensor:
     """The positions of the last `length` tokens of rows that may be padded: each counts from its first token.
 
-    A mask of the new tokens alone stands behind `seen` others, none of them padding.
+    A mask of the new tokens alone stands behind `seen` others, none of them padding; that of a part behind
+    those of the processes before.
     """
-    before = seen if mask.shape[1] < seen + length else 0
-    return (before + mask.long().cumsum(1) - 1).clamp_min(0)[:, -length:]
+    mask = mask.long()
+    before: Any = seen if mask.shape[1] < seen + length else 0
+    if shard is not None:
+        before = shard.gathered(mask.sum(1, keepdim=True))[: shard.rank].sum(0)
+    return (before + mask.cumsum(1) - 1).clamp_min(0)[:, -length:]
 
 
 def packed_boundaries(position_ids: Tensor | None) -> Tensor | None:
@@ -181,7 +187,7 @@ def packed_boundaries(position_ids: Tensor | None) -> Tensor | None:
 
 def check_places(position_ids: Tensor | None, attention_mask: Tensor) -> None:
     """Beside a mask positions can only count a row's kept tokens, or its places: no model reads them."""
-    if position_ids is None or torch.compiler.is_compiling():
+    if position_ids is None:
         return
     keep = attention_mask[:, -position_ids.shape[1] :].bool()
     places = torch.arange(keep.shape[1], device=keep.device)
@@ -189,15 +195,21 @@ def check_places(position_ids: Tensor | None, attention_mask: Tensor) -> None:
     begins = keep.clone()
     begins[:, 1:] &= ~keep[:, :-1]
     first = begins.cumsum(1) == 1  # behind a hole in the mask `generate` counts on from the padding
-    if bool((keep & first & ~counted).any()):
+    wrong = (keep & first & ~counted).any()
+    if torch.compiler.is_compiling():  # a graph's own way to refuse
+        torch._assert_async(~wrong, MISPLACED.format(""))
+    elif bool(wrong):
         raise ValueError(_misplaced(position_ids))
 
 
 def _misplaced(position_ids: Tensor) -> str:
     shown = str(position_ids[0, :12].tolist())[:-1] + (", ...]" if position_ids.shape[1] > 12 else "]")
-    return (
-        "position_ids must count each sequence from 0: one sequence a row, or several packed into it "
-        f"(without attention_mask); got a row {shown}. A part of a sequence, or one in another order, has no "
-        "meaning without its beginning (context parallelism permutes sequences: these models have "
-        "cosformer.hf.sequence_parallel, or cosformer train --sequence-parallel, in its place)"
-    )
+    return MISPLACED.format(f"; got a row {shown}")
+
+
+MISPLACED = (
+    "position_ids must count each sequence from 0: one sequence a row, or several packed into it "
+    "(without attention_mask){}. A part of a sequence, or one in another order, has no meaning without its "
+    "beginning (context parallelism permutes sequences: these models have cosformer.hf.sequence_parallel, "
+    "or cosformer train --sequence-parallel, in its place)"
+)

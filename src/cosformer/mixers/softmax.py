@@ -5,11 +5,17 @@
 torch computes it; ours is only what a stream keeps.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from . import Mixer, register
 from .keys import extend
+
+PAIRS = 2**24  # of a query and a key, in one mask
 
 
 @register("softmax")
@@ -44,14 +50,23 @@ class Softmax(Mixer):
         k, v = shard.whole(k, 2), shard.whole(v, 2)
         mask = None if key_mask is None else shard.whole(key_mask, 1)
         at = torch.arange(shard.total, device=q.device)
-        here = at[shard.offset :][: q.shape[2], None]
-        allowed = (at <= here if causal else (at >= 0).expand(q.shape[2], -1))[None, None]
-        if shard.places is not None:
-            begins = at[None] - shard.whole(shard.places, 1)  # where each token's sequence does
-            allowed = allowed & (begins[:, None, None] == begins[:, None, here[:, 0], None])
-        if mask is not None:
-            allowed = allowed & mask[:, None, None]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+        begins = None if shard.places is None else at - shard.whole(shard.places, 1)  # each token's sequence
+
+        def read(q: Tensor, here: Tensor) -> Tensor:
+            allowed = (at <= here[:, None] if causal else (at >= 0).expand(len(here), -1))[None, None]
+            if begins is not None:
+                allowed = allowed & (begins[:, None, None] == begins[:, None, here, None])
+            if mask is not None:
+                allowed = allowed & mask[:, None, None]
+            return F.scaled_dot_product_attention(q, k, v, attn_mask=allowed)
+
+        here, some = at[shard.offset :][: q.shape[2]], max(1, PAIRS // shard.total)
+        if q.shape[2] <= some:
+            out = read(q, here)
+        else:  # some queries at a time: what says who sees whom would grow with the square of the length
+            blocks = zip(q.split(some, 2), here.split(some), strict=True)
+            again: Any = {"use_reentrant": False, "preserve_rng_state": False}
+            out = torch.cat([checkpoint(read, *block, **again) for block in blocks], 2)
         return out, extend(None, k, v, mask) if causal else None
 
     def state_size(self):

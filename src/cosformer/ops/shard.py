@@ -123,7 +123,7 @@ class Shard:
 
     def check_whole(self, *tensors: Tensor) -> None:
         """Refuse to gather more than the limit."""
-        needed = sum(t.nbytes // max(1, t.shape[2]) for t in tensors) * self.total
+        needed = sum(B * H * D * t.itemsize for t in tensors for B, H, _, D in [t.shape]) * self.total
         if needed > self.limit:
             raise ValueError(
                 f"softmax needs the keys and values of all {self.total:,} tokens in every process, "

@@ -19,6 +19,7 @@ from .. import tasks
 from ..seal import damage
 from ..tasks.contract import Rows
 from . import models
+from .alive import watched
 from .progress import OWN
 from .settings import DEFAULTS, Run, SettingsError
 from .trainer import Trainer
@@ -211,4 +212,5 @@ def evaluate(run: Run, model: str | Path, *, split: str = "test") -> dict[str, f
         training = run.training | {"report_to": []}
         run = dataclasses.replace(run, out=nowhere, model_fields={}, training=training)
         trainer = build_trainer(run, task, build_model(run, task, start=str(model)), [])
-        return scores(trainer, task, split, examples=run.test_examples)
+        with watched():
+            return scores(trainer, task, split, examples=run.test_examples)

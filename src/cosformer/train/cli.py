@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,7 @@ from transformers import HfArgumentParser, Seq2SeqTrainingArguments
 
 from .. import mixers, tasks
 from . import models
+from .alive import Lost
 from .build import evaluate as score
 from .dryrun import dry_run
 from .progress import clock, quieten, say, show
@@ -56,7 +58,7 @@ def evaluate(argv: list[str]) -> None:
         given, training = parse(p, argv)
         found = score(saved_run(given, training), given.model, split=given.split)
     lines = "\n".join(f"{key:<20} {value:.6g}" for key, value in found.items())
-    print(json.dumps(found) if given.json else lines)
+    say(json.dumps(found) if given.json else lines, to=sys.stdout)
 
 
 # An argument is kept under the name of its setting: of `Run`, or, with a dot, of one of its tables.
@@ -228,7 +230,7 @@ def one_line(prog: str) -> Iterator[None]:
     """What stops a command, as one line of text and an exit code."""
     try:
         yield
-    except (SettingsError, tasks.DataError, Stopped) as error:
+    except (SettingsError, tasks.DataError, Stopped, Lost) as error:
         code, said = 130 if isinstance(error, Interrupted) else 1, str(error)
     except KeyboardInterrupt:
         code, said = 130, "stopped at once"

@@ -7,7 +7,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from tqdm.auto import tqdm
@@ -32,10 +32,10 @@ def of_thread(error: threading.ExceptHookArgs) -> None:
         threading.__excepthook__(error)
 
 
-def say(line: str) -> None:
-    """Something a user must know; one of the processes speaks."""
+def say(line: str, *, to: TextIO | None = None) -> None:
+    """Something a user must know, by default on stderr; one of the processes speaks."""
     if os.environ.get("RANK", "0") == "0":
-        print(line, file=sys.stderr, flush=True)
+        print(line, file=to or sys.stderr, flush=True)
 
 
 class Metrics(TrainerCallback):

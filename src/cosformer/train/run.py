@@ -139,12 +139,12 @@ def stage(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallba
                 write(out / "resolved.json", json.dumps(facts, indent=1, default=str) + "\n")
             with watched():
                 trainer.train(resume_from_checkpoint=last and str(last))
-            if interrupt.asked is not None and trainer.state.global_step < trainer.state.max_steps:
-                at = f"interrupted by {interrupt.asked} at step {trainer.state.global_step}"
-                raise Interrupted(f"{at}; {trainer.what_is_left()}")
-            before = files(out) if first else {}
-            trainer.save_model(str(out))
-            result = result_of(run, task, trainer, examples=examples)
+                if interrupt.asked is not None and trainer.state.global_step < trainer.state.max_steps:
+                    at = f"interrupted by {interrupt.asked} at step {trainer.state.global_step}"
+                    raise Interrupted(f"{at}; {trainer.what_is_left()}")
+                before = files(out) if first else {}
+                trainer.save_model(str(out))
+                result = result_of(run, task, trainer, examples=examples)
             result["seconds"] = round(metrics.seconds + time.perf_counter() - began, 1)
             if first:
                 write(out / "result.json", json.dumps(result, indent=1) + "\n")
