@@ -9,10 +9,13 @@ import os
 import signal
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from accelerate.parallelism_config import ParallelismConfig
 from conftest import checkpoints, go, losses, torchrun, two_sets
 from conftest import run_of as small_run
@@ -163,6 +166,25 @@ def test_a_process_that_does_not_answer_is_named(tmp_path, how, rank):
     assert not any((out / name).exists() for name in ("model.safetensors", "result.json"))
 
 
+def die_in_the_end(folder: Path) -> None:
+    """The last process is gone when a trained model is to be scored."""
+    scored = train.run.result_of
+    with patch.object(
+        train.run, "result_of", lambda *a, **o: os._exit(1) if dist.get_rank() else scored(*a, **o)
+    ):
+        train.train(replace(run_of(folder, "mlm", processes=2), out=str(folder / "run")))
+
+
+@pytest.mark.slow
+def test_a_process_that_dies_after_the_last_step_is_named(tmp_path):
+    two_sets(tmp_path)
+    process = torchrun(__file__, str(tmp_path), "die")
+    said, _ = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert "rank 1 of 2 does not answer: it died or hangs" in said, said
+    assert not (tmp_path / "run" / "result.json").exists()
+
+
 @pytest.mark.slow
 def test_it_goes_on_after_a_kill(tmp_path):
     two_sets(tmp_path)
@@ -184,4 +206,4 @@ def test_it_goes_on_after_a_kill(tmp_path):
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    work(Path(sys.argv[1]))
+    (die_in_the_end if sys.argv[2:] else work)(Path(sys.argv[1]))

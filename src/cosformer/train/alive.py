@@ -1,5 +1,6 @@
 """Which process of a run died or hangs: each shows that it lives, and an error names those that do not."""
 
+import signal
 import sys
 import threading
 import time
@@ -40,7 +41,8 @@ def watched() -> Iterator[None]:
         text = str(error)
         if not any(sign in text for sign in SIGNS):
             raise
-        lost, said = blame(store)
+        with undisturbed():
+            lost, said = blame(store)
         said = f"{said} ({text.splitlines()[0][:200]})"
         first = dist.get_rank() == min(set(range(dist.get_world_size())) - {*lost} | {dist.get_rank()})
         if 0 in lost and first:  # which else would speak for all
@@ -62,6 +64,20 @@ def beat(store: dist.Store, rank: int, done: threading.Event) -> None:
             store.set(str(rank), str(count))
         except RuntimeError:  # the process that keeps the store is gone
             return
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """torchrun tells the others to end as soon as one has died, which must not keep them from naming it."""
+    if threading.current_thread() is not threading.main_thread():  # only there can signals be handled
+        yield
+        return
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def blame(store: dist.Store) -> tuple[list[int], str]:
