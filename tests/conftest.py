@@ -406,6 +406,16 @@ def whole(tmp_path_factory):
     return out
 
 
+def complaint(capsys, verb, *argv: str) -> str:
+    """The one line with which a command stops."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        verb(list(argv))
+    line = capsys.readouterr().err or str(stop.value.code)
+    assert stop.value.code and line.rstrip().count("\n") == 0, line
+    return line
+
+
 def weights(folder) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file
 

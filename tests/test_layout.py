@@ -299,8 +299,13 @@ def test_file_map_in_readme():
     assert block.group(1).strip() == file_map().strip()
 
 
+def room_map() -> str:
+    """The files of each room, in their order."""
+    return "\n".join(f"| `{room}` | {' > '.join(levels)} |" for room, levels in ORDER.items())
+
+
 def test_architecture_names_what_is_there():
-    """The walks name files and what is defined in them; the table of rooms is the law's."""
+    """The walks name files and what is defined in them; the tables of rooms are LAW and ORDER."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     places = re.findall(r"`([\w./]+): (\w+)`", page)
     assert len(places) > 12
@@ -312,7 +317,8 @@ def test_architecture_names_what_is_there():
     assert {room: {*re.findall(r"`(\w+)`", knows)} for room, knows in rows} == {
         room: LAW[room] - {""} for room in LAW if room not in small
     }
+    assert room_map() in page, "run this file as a script to print the table"
 
 
 if __name__ == "__main__":
-    print(file_map())
+    print(file_map(), room_map(), sep="\n\n")

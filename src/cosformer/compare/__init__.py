@@ -64,7 +64,7 @@ def carry_out(subjects: list[Subject], given: argparse.Namespace, *, begun: floa
     """Load what it takes, run the comparison, write the report."""
     import torch
 
-    from .. import mixers, report, tasks, train
+    from .. import mixers, report, train
     from .comparison import Comparison
 
     train.quieten()
@@ -83,7 +83,7 @@ def carry_out(subjects: list[Subject], given: argparse.Namespace, *, begun: floa
         print(f"\ncosformer compare: {reason}; the same command goes on from here", file=sys.stderr)
         asked = isinstance(stopped, (train.Interrupted, KeyboardInterrupt))
         raise SystemExit(130 if asked else 1) from None
-    except (ValueError, OSError, tasks.DataError) as error:
+    except (ValueError, OSError) as error:
         raise SystemExit(f"cosformer compare: {error}") from None
     page = given.out / "report.html"
     report.write_page(rows, page, plots=given.out / "plots")
