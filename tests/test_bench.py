@@ -136,6 +136,8 @@ def test_decoding_costs_the_same_after_any_number_of_steps(monkeypatch):
         (["--operators", "fast"], "operator 'fast' is unknown; one of 'cosformer-paper'"),
         (["--backends", "fast"], "backend 'fast' is unknown"),
         (["--mixers", "fast"], "unknown mixer 'fast'; one of"),
+        (["--mixers", "cosformer-hybrid"], "measures one mixer; 'cosformer-hybrid' names layers"),
+        (["--mixers", "elu*2"], "measures one mixer; 'elu.2' names layers, as --models takes"),
         (["--models", "fast"], "unknown mixer 'fast'; one of"),
         (["--operators", "published", "--work", "decoding"], "nothing to measure"),
     ],

@@ -69,11 +69,14 @@ def settings(argv: list[str] | None) -> argparse.Namespace:
         args.lengths = args.lengths or [512, 2048, 8192]
         args.memory &= args.kind == "operators"
     args.mixers, args.models = (given and [*dict.fromkeys(given)] for given in (args.mixers, args.models))
-    for mixer in (args.models or []) + [name for name in args.mixers or [] if name != "all"]:
+    alone = [name for name in args.mixers or [] if name != "all"]
+    for mixer in (args.models or []) + alone:
         try:
-            pattern(mixer)
+            layers = pattern(mixer)
         except ValueError as error:
             raise SystemExit(f"bench: {error}" + ("; or `all`" if args.mixers else "")) from None
+        if mixer in alone and layers != [mixer]:
+            raise SystemExit(f"bench: --mixers measures one mixer; {mixer!r} names layers, as --models takes")
     if args.device != "cpu" and args.kind != "operators":
         raise SystemExit(f"cosformer bench: --device is for operators; {args.kind} are measured on the CPU")
     if (problem := backend_problem("torch", args.device)) is not None:
