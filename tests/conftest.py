@@ -4,7 +4,6 @@ import itertools
 import json
 import lzma
 import os
-import pickle
 import re
 import signal
 import subprocess
@@ -345,7 +344,7 @@ def aan(folder):
 
 
 def cifar(folder, form="binary", count=20):
-    """The same made-up images in any of the three forms; channels equal, so that grey is exact."""
+    """The same made-up images in either form; channels equal, so that grey is exact."""
     folder.mkdir()
     for name, seed in [*((f"data_batch_{i}", i) for i in range(1, 6)), ("test_batch", 6)]:
         rng = np.random.default_rng(seed)
@@ -356,8 +355,6 @@ def cifar(folder, form="binary", count=20):
         colour = np.tile(grey, 3)
         if form == "binary":
             np.concatenate([labels[:, None], colour], 1).tofile(folder / f"{name}.bin")
-        elif form == "python":
-            (folder / name).write_bytes(pickle.dumps({b"data": colour, b"labels": labels.tolist()}))
         else:
             from PIL import Image
 
@@ -372,6 +369,7 @@ def cifar(folder, form="binary", count=20):
 
 FEW = [24, 8, 8]
 COPY = {"length": 8, "examples": FEW}
+LISTOPS = {"length": 32, "least": 4, "depth": 3, "args": 3, "examples": FEW}
 
 
 @pytest.fixture
@@ -406,6 +404,16 @@ def whole(tmp_path_factory):
     out = tmp_path_factory.mktemp("whole") / "run"
     go(run_of(out=str(out)))
     return out
+
+
+def complaint(capsys, verb, *argv: str) -> str:
+    """The one line with which a command stops."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        verb(list(argv))
+    line = capsys.readouterr().err or str(stop.value.code)
+    assert stop.value.code and line.rstrip().count("\n") == 0, line
+    return line
 
 
 def weights(folder) -> dict[str, torch.Tensor]:

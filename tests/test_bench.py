@@ -1,11 +1,13 @@
 """The benches run, check before they report, notice other processes; docs/speed.md has the committed rows."""
 
+import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-from cosformer import bench, report
+from cosformer import bench, reference, report
 from cosformer.bench import exactness, measure, models, operators
 from cosformer.bench.measure import Sample
 from cosformer.results import Cost, Machine, of, read
@@ -49,6 +51,16 @@ def test_operators(tmp_path, capsys, monkeypatch):
         and "largest difference from the definition" in printed
     )
     assert "other processes" in printed
+
+
+def test_the_operator_called_cosformer_is_the_recommended_one():
+    """A decay for each position, and no cosine: half the features."""
+    case = operators.Case("cosformer", "torch", "forward", True, 40, 2, 8, "float32")
+    *given, _ = operators.tensors_of(case, 2, 40)
+    q, k, v, decay = (x.double() for x in given)
+    want = reference.attention(q, k, v, horizon=math.inf, causal=True, decay=decay)
+    torch.testing.assert_close(operators.function_of(case)(*given).double(), want, rtol=1e-5, atol=1e-5)
+    assert 2 * case.flops == replace(case, mixer="cosformer-paper").flops
 
 
 def test_a_wrong_operator_gets_no_speed(monkeypatch):
@@ -124,6 +136,8 @@ def test_decoding_costs_the_same_after_any_number_of_steps(monkeypatch):
         (["--operators", "fast"], "operator 'fast' is unknown; one of 'cosformer-paper'"),
         (["--backends", "fast"], "backend 'fast' is unknown"),
         (["--mixers", "fast"], "unknown mixer 'fast'; one of"),
+        (["--mixers", "cosformer-hybrid"], "measures one mixer; 'cosformer-hybrid' names layers"),
+        (["--mixers", "elu*2"], "measures one mixer; 'elu.2' names layers, as --models takes"),
         (["--models", "fast"], "unknown mixer 'fast'; one of"),
         (["--operators", "published", "--work", "decoding"], "nothing to measure"),
     ],

@@ -12,6 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "cosformer"
 FILES = sorted(p for p in PACKAGE.rglob("*.py"))
+LONGEST = 350  # lines of a file
 
 # The rooms that a room may import from.
 LAW = {
@@ -146,9 +147,7 @@ def broken(source: str, module: str, is_package: bool = False) -> list[str]:
     outside = [x for x in ours if room_of(x) != room]
     wrong = [x for x in outside if room_of(x) not in LAW[room] or "._" in x]  # a backend is nobody's but ops'
     if room in ORDER:
-        facade_first = (
-            room == "mixers" and module != "mixers"
-        )  # the registry is complete before its mechanisms
+        facade_first = module.startswith("mixers.")  # the registry is complete before its mechanisms
         inside = [x for x in ours if room_of(x) == room and x != module and not (facade_first and x == room)]
         wrong += [x for x in inside if level_of(x) >= level_of(module)]
     said = [f"{module or '__init__'} imports {x or 'cosformer'}" for x in wrong]
@@ -266,6 +265,19 @@ def test_every_file_says_its_job():
         assert first, f"{path} does not say its job in its first line"
 
 
+def test_no_file_is_too_long_to_hold_in_the_head():
+    lengths = {name_of(path): len(path.read_text().splitlines()) for path in FILES}
+    assert {name: length for name, length in lengths.items() if length > LONGEST} == {}
+
+
+def test_tests_share_their_helpers():
+    """In conftest.py and judge.py; what is about Triton alone has files of its own."""
+    for path in sorted(ROOT.glob("tests/test_*.py")):
+        _, others = imports(path.read_text(), "tests", False)
+        ours = {name for name in others if (ROOT / "tests" / f"{name}.py").exists()}
+        assert {n for n in ours if "triton" not in n} <= {"conftest", "judge", "interpreter"}, path.name
+
+
 def file_map() -> str:
     """One line a file, from its first line; of the folders besides ops, one line each."""
     lines = []
@@ -287,20 +299,26 @@ def test_file_map_in_readme():
     assert block.group(1).strip() == file_map().strip()
 
 
+def room_map() -> str:
+    """The files of each room, in their order."""
+    return "\n".join(f"| `{room}` | {' > '.join(levels)} |" for room, levels in ORDER.items())
+
+
 def test_architecture_names_what_is_there():
-    """The walks name files and what is defined in them; the table of rooms is the law's."""
+    """The walks name files and what is defined in them; the tables of rooms are LAW and ORDER."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     places = re.findall(r"`([\w./]+): (\w+)`", page)
     assert len(places) > 12
     for file, name in places:
         text = (PACKAGE / file).read_text()
         assert re.search(rf"\b(?:def|class|void|int|inline void) {name}\b", text), f"{file} has no {name}"
-    rooms = {
-        room.removesuffix(".py").removesuffix("/") for room in re.findall(r"^\| `([\w./]+)` \|", page, re.M)
-    }
+    rows = re.findall(r"^\| `(\w+)(?:\.py|/)` \|.*\| ([^|]+) \|$", page, re.M)
     small = {"", "__main__", "generate", "picture", "info"}
-    assert rooms == set(LAW) - small
+    assert {room: {*re.findall(r"`(\w+)`", knows)} for room, knows in rows} == {
+        room: LAW[room] - {""} for room in LAW if room not in small
+    }
+    assert room_map() in page, "run this file as a script to print the table"
 
 
 if __name__ == "__main__":
-    print(file_map())
+    print(file_map(), room_map(), sep="\n\n")

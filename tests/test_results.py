@@ -26,7 +26,6 @@ def test_rows_come_back_as_they_were_written(tmp_path):
     for row in (COST, QUALITY, PICTURE):
         writer.add(row)
         assert read(path)[-1] == row  # on the disk at once
-    assert writer.has(Cost, mixer="softmax", length=512) and not writer.has(Cost, length=256)
     assert read(path) == writer.rows == results.Writer(path).rows == [COST, QUALITY, PICTURE]
 
 
@@ -48,9 +47,9 @@ def test_of_rows_about_the_same_thing_the_last_counts():
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ("{oops", "not a row of results"),
-        ("[" * 100_000, "not a row of results"),
-        ("[]", "a row of results is an object, not list"),
+        ("{oops", "Expecting property name"),
+        ("[" * 100_000, "maximum recursion depth"),
+        ("[]", "an object is one, not a list"),
         ('{"kind": "speed"}', "unknown kind 'speed'; one of machine, run, quality"),
         (results.line_of(COST).replace('"ms": 3.0, ', ""), "cost: ms is missing"),
         (results.line_of(COST).replace('"ms"', '"speed"'), "cost: unknown field 'speed'"),
@@ -71,7 +70,7 @@ def test_what_is_no_row_is_refused_with_file_and_line(tmp_path, line, says):
     path.write_text(f"{results.line_of(COST)}\n\n{line}\n")
     with pytest.raises(ResultsError) as refused:
         read(path)
-    assert f"{path}:3: {says}" in str(refused.value)
+    assert f"{path}:3: not a row of results: {says}" in str(refused.value)
 
 
 def test_control_characters_do_not_reach_a_page_or_a_terminal(tmp_path):

@@ -239,31 +239,18 @@ def test_retrieval_reads_the_published_form(tmp_path):
 
 
 def test_every_form_of_cifar_gives_the_same_pixels(tmp_path):
-    built = [
-        tasks.build("image", data=cifar(tmp_path / form, form), cache=tmp_path / "c")
-        for form in ("binary", "python", "png")
-    ]
-    assert [len(s) for s in (built[0].train, built[0].validation, built[0].test)] == [90, 10, 20]
+    folders = [cifar(tmp_path / form, form) for form in ("binary", "png")]
+    binary, strips = (tasks.build("image", data=folder, cache=tmp_path / "c") for folder in folders)
+    assert [len(s) for s in (binary.train, binary.validation, binary.test)] == [90, 10, 20]
     expected = np.random.default_rng(1).integers(0, 256, (20, 1024), dtype=np.uint8)
-    found = built[2].train.values("input_ids").reshape(90, 1024)[:20].astype(int) - 5
-    np.testing.assert_array_equal(found, expected)
-    for other in built[:2]:
-        # The weights of red, green and blue sum to 0.9999, so equal channels come out within one level.
-        assert (
-            np.abs(
-                other.train.values("input_ids").astype(int) - built[2].train.values("input_ids").astype(int)
-            ).max()
-            <= 1
-        )
-        np.testing.assert_array_equal(other.test.values("labels"), built[2].test.values("labels"))
+    mixed, grey = (task.train.values("input_ids").astype(int) for task in (binary, strips))
+    np.testing.assert_array_equal(grey.reshape(90, 1024)[:20] - 5, expected)
+    # The weights of red, green and blue sum to 0.9999, so equal channels come out within one level.
+    assert np.abs(mixed - grey).max() <= 1
+    np.testing.assert_array_equal(binary.test.values("labels"), strips.test.values("labels"))
 
 
-class Harmful:
-    def __reduce__(self):
-        return print, ("this ran",)
-
-
-def test_damaged_images_are_refused(tmp_path, capsys):
+def test_damaged_images_are_refused(tmp_path):
     def broken(form, name, content):
         folder = cifar(tmp_path / f"{form}-{name}-{len(list(tmp_path.iterdir()))}", form)
         (folder / name).write_bytes(content)
@@ -280,18 +267,12 @@ def test_damaged_images_are_refused(tmp_path, capsys):
             broken("binary", "data_batch_2.bin", bytes(bad_label)),
             "data_batch_2.bin: image 4 has label 11; labels are 0 ... 9",
         ),
-        (
-            broken("python", "data_batch_3", pickle.dumps(Harmful())),
-            "data_batch_3: not a CIFAR-10 python batch: builtins.print is not part of an array",
-        ),
-        (broken("python", "data_batch_3", b"\x80"), "data_batch_3: not a CIFAR-10 python batch"),
         (broken("png", "train_2.png", b"not a png"), "train_2.png: not a readable PNG"),
         (broken("png", "train_labels.u8", b"\0\1"), "2 labels for 100 images"),
     ]
     for folder, message in cases:
         with pytest.raises(tasks.DataError, match=message):
             tasks.build("image", data=folder, cache=tmp_path / "c")
-    assert "this ran" not in capsys.readouterr().out
     (tmp_path / "none").mkdir()
     with pytest.raises(tasks.DataError, match="expected CIFAR-10 as"):
         tasks.build("image", data=tmp_path / "none", cache=tmp_path / "c")
@@ -343,4 +324,4 @@ def test_the_documentation_has_the_constants():
         "32, 64, 128",
         "256",
     )
-    assert list(pathfinder.DRAWINGS) == [32, 64, 128, 256, 300]
+    assert list(pathfinder.DRAWINGS) == [32, 64, 128, 256]

@@ -50,9 +50,9 @@ def table(path: Path, documents) -> Table:
     return Table(path / "train")
 
 
-def pieces(data, *, separator=None, holdout=0.05):
+def pieces(data, *, holdout=0.05):
     """What a corpus yields: (split, text, end of document)."""
-    return list(Corpus(data=data, holdout=holdout, text=None, separator=separator))
+    return list(Corpus(data=data, holdout=holdout, text=None))
 
 
 def tokens_of(packed: Packed):
@@ -166,17 +166,12 @@ def test_whole_words_are_hidden_together(tmp_path, tokenizer):
         inside = (source != task.special.bos) & (source != task.special.eos)
         source, hidden = source[inside], hidden[inside.numpy()]
         tokens = [task.tokenizer.convert_ids_to_tokens(int(t)) for t in source]
-        ends = np.cumsum(
-            [len(t) for t in tokens]
-        )  # byte-level: a character of the token is a byte of the text
+        ends = np.cumsum([len(t) for t in tokens])  # a character of a token is a byte of the text
         text = bytes(byte[c] for c in "".join(tokens))
         for word in re.finditer(rb"[A-Za-z\x80-\xff]+", text):
-            covered = hidden[
-                np.searchsorted(ends, word.start(), side="right") : np.searchsorted(
-                    ends, word.end(), side="left"
-                )
-                + 1
-            ]
+            first = np.searchsorted(ends, word.start(), side="right")
+            last = np.searchsorted(ends, word.end(), side="left")
+            covered = hidden[first : last + 1]
             assert covered.all() or not covered.any(), f"{word.group()} is hidden in part"
             whole += bool(covered.all())
     assert whole > 10
@@ -255,10 +250,10 @@ def test_pairs_are_joined_and_the_longer_gives_way(tmp_path):
     assert len(ids) == 32
 
 
-def test_documents_by_separator_by_file_and_by_size(tmp_path):
+def test_documents_by_row_by_file_and_by_size(tmp_path):
     stories = [f"Story {i}.\nIt ends.\n" for i in range(45)]
-    (tmp_path / "s.txt").write_text("<|end|>\n".join(stories))
-    found = pieces(tmp_path / "s.txt", separator="<|end|>", holdout=0.1)
+    (tmp_path / "s.jsonl").write_text("\n".join(json.dumps({"text": story}) for story in stories))
+    found = pieces(tmp_path / "s.jsonl", holdout=0.1)
     assert [text for _, text, _ in found] == stories and all(end for *_, end in found)
     assert sum(split == "test" for split, *_ in found) >= 4
 
@@ -296,22 +291,6 @@ def test_a_name_of_two_splits(tmp_path):
     (tmp_path / "train_and_test.txt").write_text("text\n")
     with pytest.raises(DataError, match="train_and_test.txt: the name says train and test; rename it"):
         files(tmp_path)
-
-
-def test_a_separator_across_two_pieces_is_found(tmp_path, monkeypatch):
-    from cosformer.tasks import corpus, reading
-
-    monkeypatch.setattr(reading, "PIECE", 7)
-    monkeypatch.setattr(corpus, "PIECE", 7)
-    stories = [f"tale {i} is of words é" for i in range(12)]
-    (tmp_path / "s.txt").write_text("<|end|>".join(stories))
-    document, found = "", []
-    for _, text, end in pieces(tmp_path / "s.txt", separator="<|end|>", holdout=1 / 3):
-        document += text
-        if end:
-            found.append(document)
-            document = ""
-    assert found == stories
 
 
 # tokenizers

@@ -111,15 +111,10 @@ def test_statistics_equal_the_published_procedure(drawn):
     assert_same_mean(lengths, expected)
     assert chi_square(*(Counter(length // 250 for length in side) for side in (lengths, expected))) < 3.5
     ours_shape, theirs_shape = [shape(tree) for tree, _ in drawn[:3_000]], [shape(tree) for tree in theirs]
-    for measure in (
-        lambda s: s[1],
-        lambda s: len(s[2]),
-        lambda s: sum(s[2]) / len(s[2]),
-    ):  # depth, operators, arguments
+    # Depth, operators, arguments; then the arguments of the root.
+    for measure in (lambda s: s[1], lambda s: len(s[2]), lambda s: sum(s[2]) / len(s[2])):
         assert_same_mean([measure(s) for s in ours_shape], [measure(s) for s in theirs_shape])
-    assert (
-        chi_square(Counter(s[2][-1] for s in ours_shape), Counter(s[2][-1] for s in theirs_shape)) < 3
-    )  # arguments of the root
+    assert chi_square(Counter(s[2][-1] for s in ours_shape), Counter(s[2][-1] for s in theirs_shape)) < 3
     assert chi_square(Counter(value for _, value in drawn), Counter(map(evaluate, theirs))) < 3
 
 

@@ -232,10 +232,8 @@ def test_measurements_are_no_classes_and_are_not_dumped(tmp_path):
         DataError, match=r"have 7\d\d label\(s\) \(0.\d+, .* and 7\d\d more\); classes are needed"
     ):
         build("classify", data=tmp_path / "x.jsonl")
-    halves = [
-        json.dumps({"text": f"row {i}", "label": i % 6 / 2}) for i in range(100)
-    ]  # half stars are classes
-    (tmp_path / "x.jsonl").write_text("\n".join(halves))
+    half_stars = [json.dumps({"text": f"row {i}", "label": i % 6 / 2}) for i in range(100)]
+    (tmp_path / "x.jsonl").write_text("\n".join(half_stars))
     assert build("classify", data=tmp_path / "x.jsonl").labels == ("0", "0.5", "1", "1.5", "2", "2.5")
 
 

@@ -24,7 +24,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import Signal, checkpoints, go, run_of, same, steps
+from conftest import Signal, checkpoints, complaint, go, run_of, same, steps
 from transformers import TrainerCallback
 
 from cosformer import generate, train
@@ -200,16 +200,6 @@ def stopped(step: int, run=None) -> None:
         go(run, watch=Signal(step, signal.SIGTERM))
 
 
-def said(capsys, verb, *argv: str) -> str:
-    """The one line with which a command stops."""
-    capsys.readouterr()
-    with pytest.raises(SystemExit) as stop:
-        verb(list(argv))
-    line = capsys.readouterr().err or str(stop.value.code)
-    assert stop.value.code and line.rstrip().count("\n") == 0, line
-    return line
-
-
 @pytest.mark.parametrize("fault", [truncate, delete, flip])
 def test_the_newest_whole_checkpoint_is_taken_and_the_others_are_named(fault, here, whole, capsys):
     stopped(5)  # leaves two: that of step 5, and the best
@@ -268,12 +258,12 @@ def test_a_damaged_model_is_made_again_and_nothing_else_is_done_with_it(here, wh
     shutil.copytree(whole, "run")
     truncate(Path("run/model.safetensors"), random.Random(0))
     what = r"model.safetensors has [\d,]+ bytes in the place of [\d,]+"
-    assert re.search(f"run is damaged: {what}; another checkpoint", said(capsys, cli.evaluate, "run"))
-    assert re.search(f"run is damaged: {what}", said(capsys, cli.finetune, "run", "copy", "--out", "x"))
+    assert re.search(f"run is damaged: {what}; another checkpoint", complaint(capsys, cli.evaluate, "run"))
+    assert re.search(f"run is damaged: {what}", complaint(capsys, cli.finetune, "run", "copy", "--out", "x"))
     start = ("copy", "--start", "run", "--out", "x")
-    assert re.search(f"cosformer train: run is damaged: {what}", said(capsys, cli.train, *start))
+    assert re.search(f"cosformer train: run is damaged: {what}", complaint(capsys, cli.train, *start))
     shutil.copy("run/config.json", "run/tokenizer.json")  # for generate, which asks for one
-    line = said(capsys, generate.main, "--model", "run", "--prompt", "abc")
+    line = complaint(capsys, generate.main, "--model", "run", "--prompt", "abc")
     assert re.search(f"--model run is damaged: {what}; cosformer train --resume makes it again", line)
     result = go(resume=True)
     line = rf"run was finished, but {what}: the model is made again from the run's checkpoints\n"
@@ -290,8 +280,8 @@ def test_a_damaged_model_that_nobody_sealed_is_a_line_too(here, name, capsys):
     go(run_of("lm", task_settings=settings, training={"max_steps": 1}))
     unseal(Path("run"))
     os.truncate(f"run/{name}", 30)
-    assert "run" in said(capsys, cli.evaluate, "run")
-    assert "--model run: " in said(capsys, generate.main, "--model", "run", "--prompt", "abc")
+    assert "run" in complaint(capsys, cli.evaluate, "run")
+    assert "--model run: " in complaint(capsys, generate.main, "--model", "run", "--prompt", "abc")
 
 
 def test_what_a_run_knows_of_itself_is_damaged(here, capsys):

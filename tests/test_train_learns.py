@@ -58,13 +58,11 @@ def test_cosformer_reverses_through_cross_attention(tmp_path):
 
 def test_softmax_recalls(tmp_path):
     sizes = {"length": 32, "pairs": 8, "vocabulary": 32, "examples": [50_000, 100, 500]}
-    assert (
-        score(tmp_path, "recall", "softmax+rope", steps=400, rate=3e-3, **sizes) > 0.95
-    )  # a model that stalls stays near 0.2
+    reached = score(tmp_path, "recall", "softmax+rope", steps=400, rate=3e-3, **sizes)
+    assert reached > 0.95  # a model that stalls stays near 0.2
 
 
 def test_softmax_learns_short_listops(tmp_path):
     sizes = {"length": 32, "depth": 3, "args": 4, "least": 6, "examples": [50_000, 100, 1000]}
-    assert (
-        score(tmp_path, "listops", "softmax", steps=400, rate=3e-3, **sizes) > 0.41
-    )  # counts of tokens alone give 0.41
+    reached = score(tmp_path, "listops", "softmax", steps=400, rate=3e-3, **sizes)
+    assert reached > 0.41  # counts of tokens alone give 0.41

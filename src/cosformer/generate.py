@@ -1,9 +1,8 @@
-"""cosformer generate: continue a prompt with a saved model, token by token on the terminal."""
+"""cosformer generate: continue a prompt with a saved model, word by word on the terminal."""
 
 import argparse
 import math
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 from .seal import damage
@@ -84,43 +83,6 @@ def new_tokens(config, *, prompt: int, asked: int | None) -> int:
     return asked
 
 
-def generate(model, tokenizer, prompt: str, say: Callable[[str], None], **options) -> None:
-    """Tell the continuation of a prompt piece by piece; options are those of transformers' `generate`."""
-    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
-    model.generate(**inputs, streamer=Pieces(tokenizer, say), **options)
-
-
-class Pieces:
-    """A streamer that tells text once its bytes are whole; transformers' own waits for the end of a word."""
-
-    def __init__(self, tokenizer, say: Callable[[str], None]):
-        self.tokenizer, self.say = tokenizer, say
-        self.tokens: list[int] = []
-        self.sent = 0  # characters of this line
-        self.prompt = True
-
-    def put(self, value) -> None:
-        if self.prompt:  # generate hands over the prompt first
-            self.prompt = False
-            return
-        self.tokens += value.flatten().tolist()
-        if not (text := self.text()).endswith("\ufffd"):  # an unfinished character
-            self.send(text)
-
-    def end(self) -> None:
-        self.send(self.text())
-
-    def text(self) -> str:
-        return self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-
-    def send(self, text: str) -> None:
-        if len(text) > self.sent:
-            self.say(text[self.sent :])
-            self.sent = len(text)
-        if text.endswith("\n"):  # a line is decoded from its own tokens, so the cost of a token does not grow
-            self.tokens, self.sent = [], 0
-
-
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("cosformer generate", description=__doc__)
     add = p.add_argument
@@ -150,16 +112,18 @@ def main(argv: list[str]) -> None:
     model, tokenizer = load(given.model)
 
     import torch
+    from transformers import TextStreamer
 
     torch.manual_seed(given.seed)
-    fitting = new_tokens(model.config, prompt=len(tokenizer(prompt).input_ids), asked=given.max_new_tokens)
+    inputs = tokenizer(prompt, return_tensors="pt", return_token_type_ids=False).to(model.device)
+    fitting = new_tokens(model.config, prompt=inputs.input_ids.shape[1], asked=given.max_new_tokens)
     options = {"max_new_tokens": fitting, "do_sample": given.temperature > 0}
     if given.temperature > 0:
         options |= {"temperature": given.temperature, "top_k": given.top_k}
     try:
-        generate(model, tokenizer, prompt, lambda piece: print(piece, end="", flush=True), **options)
+        streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        model.generate(**inputs, streamer=streamer, **options)
     except ValueError as error:  # such as a source longer than the encoder's positions
         raise SystemExit(f"\ncosformer generate: {error}") from error
     except KeyboardInterrupt:
         raise SystemExit(130) from None
-    print()

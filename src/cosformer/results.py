@@ -164,7 +164,7 @@ class Cost(Timed):
     about = ("what", "work", "mixer", "backend", "causal", "length", "heads", "head_dim", "size", "dtype")
     what: Literal["operator", "mixer", "model"]  # one attention; with its parameters; a whole model
     work: Literal["forward", "training", "decoding"]  # training is forward and backward; decoding one token
-    mixer: str  # of operators: cosformer-paper, cosformer (a decay for each position), softmax, published
+    mixer: str  # of operators: cosformer-paper, cosformer (recommended), softmax, published
     causal: bool
     length: int  # of the sequence; for decoding, of the context before the token
     backend: str | None = None  # of operators of ours
@@ -255,25 +255,12 @@ def read(*paths: Path | str) -> list[Row]:
     rows = []
     for path in paths:
         lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
-        rows += [parse(line, f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+        for number, line in ((n, line) for n, line in enumerate(lines, 1) if line.strip()):
+            try:
+                rows.append(_checked(_printable(json.loads(line))))
+            except (ValueError, RecursionError) as error:
+                raise ResultsError(f"{path}:{number}: not a row of results: {error}") from None
     return rows
-
-
-def parse(line: str, where: str) -> Row:
-    """One line as its row; `where` is named in errors."""
-    try:
-        found = _printable(json.loads(line))
-    except (ValueError, RecursionError) as error:
-        raise ResultsError(f"{where}: not a row of results: {error}") from None
-    if not isinstance(found, dict):
-        raise ResultsError(f"{where}: a row of results is an object, not {type(found).__name__}")
-    kind = found.pop("kind", None)
-    if not isinstance(kind, str) or kind not in KINDS:
-        raise ResultsError(f"{where}: unknown kind {kind!r}; one of {', '.join(KINDS)}")
-    try:
-        return _checked(KINDS[kind], found)
-    except ValueError as error:
-        raise ResultsError(f"{where}: {kind}: {error}") from None
 
 
 class Writer:
@@ -282,11 +269,9 @@ class Writer:
     def __init__(self, path: Path):
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
-        text = path.read_bytes() if path.exists() else b""
-        whole = text.rfind(b"\n") + 1
-        if whole < len(text):
-            os.truncate(path, whole)
-        self.rows = read(path) if path.exists() else []
+        path.touch()
+        os.truncate(path, path.read_bytes().rfind(b"\n") + 1)
+        self.rows = read(path)
 
     def add(self, row: Row) -> None:
         """Append the row; on return it is on the disk."""
@@ -308,28 +293,32 @@ class Writer:
 
 def line_of(row: Row) -> str:
     """The row as one line of JSON; fields without a value are left out. NaN and infinity are refused."""
-    values = {f.name: getattr(row, f.name) for f in fields(row)}
-    kept = {name: value for name, value in values.items() if value is not None}
+    kept = {name: value for name, value in vars(row).items() if value is not None}
     return json.dumps({"kind": row.kind, **kept}, allow_nan=False)
 
 
-def _checked(kind: type[R], found: dict[str, Any]) -> R:
-    known = {f.name: f for f in fields(kind)}
-    if strange := [name for name in found if name not in known]:
-        raise ValueError(f"unknown field {strange[0]!r}")
+def _checked(found: Any) -> Row:
+    if not isinstance(found, dict):
+        raise ValueError(f"an object is one, not a {type(found).__name__}")
+    kind = found.pop("kind", None)
+    if not isinstance(kind, str) or kind not in KINDS:
+        raise ValueError(f"unknown kind {kind!r}; one of {', '.join(KINDS)}")
+    known = {f.name: f for f in fields(KINDS[kind])}
+    for name, value in found.items():
+        if name not in known:
+            raise ValueError(f"{kind}: unknown field {name!r}")
+        if not _fits(value, known[name].type):
+            raise ValueError(f"{kind}: {name} is {str(value)[:40]!r}")
     for name, f in known.items():
-        if name not in found:
-            if f.default is MISSING and f.default_factory is MISSING:
-                raise ValueError(f"{name} is missing")
-        elif not _fits(found[name], f.type):
-            raise ValueError(f"{name} is {str(found[name])[:40]!r}")
-    row = kind(**found)
+        if name not in found and f.default is MISSING and f.default_factory is MISSING:
+            raise ValueError(f"{kind}: {name} is missing")
+    row = KINDS[kind](**found)
     if isinstance(row, Quality) and row.status == "done" and row.value is None:
-        raise ValueError("value is missing from what is done")
+        raise ValueError("quality: value is missing from what is done")
     if isinstance(row, Cost) and not (row.length > 0 and row.ms > 0):
-        raise ValueError("length and ms must be above 0")
+        raise ValueError("cost: length and ms must be above 0")
     if isinstance(row, Picture) and len({len(line) for line in row.matrix} | {0}) != 2:
-        raise ValueError("matrix is not a matrix")
+        raise ValueError("picture: matrix is not a matrix")
     return row
 
 
@@ -338,7 +327,7 @@ def _fits(value: Any, hint: Any) -> bool:
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True
-    if origin in (types.UnionType, typing.Union):
+    if origin is types.UnionType:
         return any(_fits(value, arg) for arg in args)
     if origin is Literal:
         return value in args

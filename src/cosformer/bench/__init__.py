@@ -27,9 +27,9 @@ def parser() -> argparse.ArgumentParser:
     add = p.add_argument
     # fmt: off
     add("--quick", action="store_true", help="a small set that finishes within a minute")
-    add("--operators", nargs="+", metavar="NAME", help="some of cosformer-paper, cosformer (a decay for each"
-        " position), softmax, published (the paper's code), fla (flash-linear-attention, where it is"
-        " installed, on a GPU; default: all but cosformer and fla)")
+    add("--operators", nargs="+", metavar="NAME", help="some of cosformer-paper, cosformer (no cosine, a"
+        " decay for each position), softmax, published (the paper's code), fla (flash-linear-attention, where"
+        " it is installed, on a GPU; default: all but cosformer and fla)")
     add("--backends", nargs="+", metavar="NAME", help="of our operators (default: all that run here)")
     add("--device", default="cpu", help="of the operators: cpu or cuda (default: %(default)s)")
     add("--tune", action="store_true", help="instead of measuring, fill the table of the triton kernels'"
@@ -50,8 +50,6 @@ def parser() -> argparse.ArgumentParser:
     add("--threads", type=int, default=torch.get_num_threads(), help="torch's (default: %(default)s)")
     add("--seconds", type=float, help="for the rounds after warming up (default: 60; --quick: 10); twice that"
         " if other processes disturb")
-    add("--longest-softmax", type=int, metavar="N", help="beyond this length the softmax operator is left out"
-        " (default: 16384; --quick: 8192)")
     add("--memory", action=argparse.BooleanOptionalAction, default=True, help="peak memory (default: yes)")
     add("--out", type=Path, help="append the results to this file as JSON lines")
     add("--plot", type=Path, help="draw the results to this SVG (needs the [report] extra)")
@@ -65,18 +63,20 @@ def settings(argv: list[str] | None) -> argparse.Namespace:
     asked = [kind for kind in ("parallel", "mixers", "models") if getattr(args, kind) is not None]
     args.kind = asked[0] if asked else "operators"
     args.seconds = args.seconds or (10.0 if args.quick else 60.0)
-    args.longest_softmax = args.longest_softmax or (8192 if args.quick else 16384)
     args.causal = args.causal or ("yes" if args.quick else "both")
     args.work = args.work or (["training", "decoding"] if args.quick else WORKS)
     if args.quick:
         args.lengths = args.lengths or [512, 2048, 8192]
         args.memory &= args.kind == "operators"
     args.mixers, args.models = (given and [*dict.fromkeys(given)] for given in (args.mixers, args.models))
-    for mixer in (args.models or []) + [name for name in args.mixers or [] if name != "all"]:
+    alone = [name for name in args.mixers or [] if name != "all"]
+    for mixer in (args.models or []) + alone:
         try:
-            pattern(mixer)
+            layers = pattern(mixer)
         except ValueError as error:
             raise SystemExit(f"bench: {error}" + ("; or `all`" if args.mixers else "")) from None
+        if mixer in alone and layers != [mixer]:
+            raise SystemExit(f"bench: --mixers measures one mixer; {mixer!r} names layers, as --models takes")
     if args.device != "cpu" and args.kind != "operators":
         raise SystemExit(f"cosformer bench: --device is for operators; {args.kind} are measured on the CPU")
     if (problem := backend_problem("torch", args.device)) is not None:

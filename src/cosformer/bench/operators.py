@@ -21,10 +21,11 @@ from .exactness import with_gradients
 from .measure import Say, Work, device_memories, in_turns, peak_memories
 
 NAMES = ("cosformer-paper", "cosformer", "softmax", "published", "fla")
-OURS = ("cosformer-paper", "cosformer")  # without decay, and with one rate for each head and position
+OURS = ("cosformer-paper", "cosformer")  # the cosine; no cosine, and a decay for each head and position
 DECAYED = ("cosformer", "fla")
 LENGTHS = [256, 512, 1024, 2048, 4096, 16384]
 DECODED_AFTER = (100, 100_000)  # tokens
+LONGEST_SOFTMAX = 16_384  # beyond it a step takes minutes
 
 
 @dataclass(frozen=True)
@@ -46,9 +47,11 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """The arithmetic of linear attention: 8 N D^2 a head forward, 24 with backward; chunks add to it."""
+        """The arithmetic of linear attention: 4 N F D a head forward, F features (the cosine doubles them),
+        and three times that with backward; chunks add to it."""
         tokens = {"forward": self.length, "training": 3 * self.length, "decoding": 1}[self.work]
-        return 8 * self.heads * self.head_dim**2 * tokens
+        features = self.head_dim if self.mixer in DECAYED else 2 * self.head_dim
+        return 4 * self.heads * features * self.head_dim * tokens
 
 
 def name_of(case: Case | Cost) -> str:
@@ -85,8 +88,11 @@ def function_of(case: Case) -> Callable[..., Tensor]:
     if case.mixer == "fla":
         return flash_linear_attention
 
+    horizon = math.inf if case.mixer == "cosformer" else None
+
     def ours(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None) -> Tensor:
-        return cosformer_attention(q, k, v, causal=case.causal, decay=decay, backend=case.backend)
+        options: dict[str, Any] = {"horizon": horizon, "causal": case.causal, "backend": case.backend}
+        return cosformer_attention(q, k, v, decay=decay, **options)
 
     return ours
 
@@ -137,10 +143,10 @@ def check(case: Case) -> float:
     An error if outputs or gradients differ by more than rounding: no speed is reported for a wrong answer.
     """
     L = min(case.length, 300)
-    tensors = tensors_of(case, 2, L)
+    tensors, horizon = tensors_of(case, 2, L), math.inf if case.mixer == "cosformer" else L
 
     def definition(q: Tensor, k: Tensor, v: Tensor, decay: Tensor | None = None) -> Tensor:
-        return reference.attention(q, k, v, horizon=L, causal=case.causal, decay=decay)
+        return reference.attention(q, k, v, horizon=horizon, causal=case.causal, decay=decay)
 
     found = with_gradients(function_of(case), *tensors)
     exact = with_gradients(definition, *(x.double() for x in tensors))
@@ -155,7 +161,7 @@ def check(case: Case) -> float:
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
-    """The cases asked for, less those out of reach, such as softmax beyond --longest-softmax."""
+    """The cases asked for, less those out of reach, such as softmax beyond LONGEST_SOFTMAX."""
     here = [backend for backend in BACKENDS if backend_problem(backend, args.device) is None]
     _known("operator", args.operators, NAMES)
     _known("backend", args.backends, here)
@@ -172,7 +178,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
     for (name, backend), work, causal, head_dim, dtype in every:
         for length in DECODED_AFTER if work == "decoding" else args.lengths or LENGTHS:
             case = Case(name, backend, work, causal, length, args.heads, head_dim, dtype)
-            if _in_reach(case, args.longest_softmax):
+            if _in_reach(case):
                 chosen.append(case)
     if not chosen:
         only = "only cosformer-paper and softmax decode, causally; published needs memory at length"
@@ -186,14 +192,14 @@ def _known(what: str, given: list[str] | None, known: tuple[str, ...] | list[str
             raise SystemExit(f"bench: {what} {name!r} is unknown; one of {', '.join(map(repr, known))}")
 
 
-def _in_reach(case: Case, longest_softmax: int) -> bool:
+def _in_reach(case: Case) -> bool:
     if case.work == "decoding":
         return case.causal and case.mixer in ("cosformer-paper", "softmax") and _runs(case)
     if case.mixer == "fla":
         return case.causal
     if case.mixer == "published":  # 2 GB of stored sums
         return not case.causal or 3 * case.heads * case.length * 2 * case.head_dim**2 * 4 <= 2e9
-    return _runs(case) and (case.mixer != "softmax" or case.length <= longest_softmax)
+    return _runs(case) and (case.mixer != "softmax" or case.length <= LONGEST_SOFTMAX)
 
 
 def _runs(case: Case) -> bool:

@@ -141,11 +141,11 @@ def measured(processes: int, length: int, *, size: Size, steps: int) -> Shared:
     at_once = [max(one["seconds"] for one in turn) for turn in turns if turn[0]["at_once"]]
     crowd = max(
         0.0, 1 - (os.cpu_count() or 1) / processes
-    )  # they wait so much for each other, not for others
-    samples = [
-        Sample(max(one["seconds"] for one in turn), max(0.0, max(one["waited"] for one in turn) - crowd))
-        for turn in usual
-    ]
+    )  # so much they wait for each other, not for others
+    samples = []
+    for turn in usual:
+        waited = max(one["waited"] for one in turn)
+        samples.append(Sample(max(one["seconds"] for one in turn), max(0.0, waited - crowd)))
 
     def mean(name: str) -> float:
         return statistics.median(math.fsum(one[name] for one in turn) / processes for turn in usual)

@@ -64,7 +64,7 @@ def carry_out(subjects: list[Subject], given: argparse.Namespace, *, begun: floa
     """Load what it takes, run the comparison, write the report."""
     import torch
 
-    from .. import mixers, report, tasks, train
+    from .. import mixers, report, train
     from .comparison import Comparison
 
     train.quieten()
@@ -78,14 +78,12 @@ def carry_out(subjects: list[Subject], given: argparse.Namespace, *, begun: floa
             comparison.measure(given.mixers, given.lengths)
         comparison.train(subjects, given.mixers, seeds=given.seeds, steps=given.steps)
         rows = comparison.end(command)
-    except train.Stopped as stopped:
-        reason = str(stopped).split(";")[0]
+    except (train.Stopped, KeyboardInterrupt) as stopped:
+        reason = str(stopped).split(";")[0] or "interrupted"
         print(f"\ncosformer compare: {reason}; the same command goes on from here", file=sys.stderr)
-        raise SystemExit(130 if isinstance(stopped, train.Interrupted) else 1) from None
-    except KeyboardInterrupt:
-        print("\ncosformer compare: interrupted; the same command goes on from here", file=sys.stderr)
-        raise SystemExit(130) from None
-    except (ValueError, OSError, tasks.DataError) as error:
+        asked = isinstance(stopped, (train.Interrupted, KeyboardInterrupt))
+        raise SystemExit(130 if asked else 1) from None
+    except (ValueError, OSError) as error:
         raise SystemExit(f"cosformer compare: {error}") from None
     page = given.out / "report.html"
     report.write_page(rows, page, plots=given.out / "plots")

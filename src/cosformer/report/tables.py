@@ -207,10 +207,8 @@ def shared(rows: list[Shared]) -> Table | None:
     heads = ["processes", "seconds a step", "without overlap", "waiting", "scan", "states", "beside messages"]
     body: Lines = []
     for row in rows:
-        seconds = [
-            f"{ms / 1e3:.3f}{costs.CONTENDED * row.contended}" for ms in (row.ms, row.ms_at_once or 0.0)
-        ]
-        entries = [str(row.processes), *seconds]
+        mark = costs.CONTENDED if row.contended else ""
+        entries = [str(row.processes), *(f"{ms / 1e3:.3f}{mark}" for ms in (row.ms, row.ms_at_once or 0.0))]
         entries += [f"{row.waiting:.1%}", f"{row.scan:.2%}", f"{row.states:.1%}", f"{row.ms_beside:,.1f} ms"]
         body.append((f"{row.length:,}", [Entry(text) for text in entries]))
     caption = "A training step of one sequence over several processes"

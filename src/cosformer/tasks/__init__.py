@@ -6,6 +6,7 @@ batch = task.collate([task.train[i] for i in range(8)])
 
 import importlib
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 from .contract import IGNORE, KINDS, SPLITS, DataError, Special, Task
@@ -13,8 +14,8 @@ from .language import pretraining
 from .packing import cu_seqlens
 from .source import READING
 
-__all__ = ["IGNORE", "KINDS", "SPLITS", "DataError", "Special", "Task", "build", "cu_seqlens", "names",
-           "pretraining", "settings"]  # fmt: skip
+__all__ = ["IGNORE", "KINDS", "SPLITS", "DataError", "Special", "Task", "build", "check", "cu_seqlens",
+           "names", "pretraining", "settings"]  # fmt: skip
 _MODULES = {
     **dict.fromkeys(("lm", "mlm"), "language"),
     **dict.fromkeys(("classify", "text", "retrieval"), "classification"),
@@ -38,17 +39,22 @@ def settings(name: str) -> dict[str, Any]:
     return own
 
 
+def check(name: str, chosen: Collection[str]) -> dict[str, Any]:
+    """The settings of a task; an error if one is chosen that it does not take."""
+    accepted = settings(name)
+    if unknown := [key for key in chosen if key not in accepted]:
+        raise TypeError(f"task {name!r} has no setting {unknown[0]!r}; it takes {', '.join(accepted)}")
+    return accepted
+
+
 def build(name: str, **chosen: Any) -> Task:
     """The task, with the settings given and its own defaults for the rest; see `settings(name)`.
 
     `data` (a file or folder), `length`, `tokenizer`, `seed` and `cache` mean the same in every task.
     """
-    accepted = settings(name)
-    if unknown := [key for key in chosen if key not in accepted]:
-        raise TypeError(f"task {name!r} has no setting {unknown[0]!r}; it takes {', '.join(accepted)}")
-    required = [key for key, default in accepted.items() if default is inspect.Parameter.empty]
-    if missing := [key for key in required if key not in chosen]:
-        raise TypeError(f"task {name!r} needs --{missing[0]}: it cannot be generated")
+    for key, default in check(name, chosen).items():
+        if default is inspect.Parameter.empty and key not in chosen:
+            raise TypeError(f"task {name!r} needs --{key}: it cannot be generated")
     return _function(name)(**{key: _listed(key, value) for key, value in chosen.items()})
 
 

@@ -50,13 +50,12 @@ class Special:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """The sizes a benchmark was published with, the same for every mixer, and what one may add to them."""
+    """The sizes a benchmark was published with, the same for every mixer."""
 
     layers: int
     width: int
     heads: int
     feedforward: int
-    extra_parameters: float = 0.10  # share of parameters a mixer may add to the softmax model's
 
 
 class Rows(Dataset[dict[str, Any]]):

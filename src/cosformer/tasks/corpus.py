@@ -17,16 +17,14 @@ Piece = tuple[str, str, bool]  # split, text, whether the document ends here
 class Corpus(Source):
     """Documents of `data`, or of the standard library if it is None, as (split, text, end of document).
 
-    A document is a file; the part of a file between two `separator`s; or one row's `text` column. Where the
-    data names no splits, documents are held out; fewer files than one holdout block are cut by size instead,
-    the end going to test.
+    A document is a file, or one row's `text` column. Where the data names no splits, documents are held out;
+    fewer files than one holdout block are cut by size instead, the end going to test.
     """
 
     text: str | None
-    separator: str | None
 
     def key(self) -> dict[str, Any]:
-        return {**super().key(), "text": self.text, "separator": self.separator}
+        return {**super().key(), "text": self.text}
 
     def __iter__(self) -> Iterator[Piece]:
         parts = {} if is_saved_dataset(self.data) else files(self.data)  # a saved data set has none of ours
@@ -40,15 +38,12 @@ class Corpus(Source):
             return
         assign = Holdout(parts, share=self.holdout, seed=self.seed)
         for part, members in parts.items():
-            few = self.separator is None and len(members) < assign.block
-            if few and assign.missing and part in ("all", "train"):
+            if len(members) < assign.block and assign.missing and part in ("all", "train"):
                 yield from _by_size(members, assign)
                 continue
-            index = 0
-            for file in members:
-                for text, end in _documents(file, self.separator):
+            for index, file in enumerate(members):
+                for text, end in _document(file):
                     yield assign(part, index), text, end
-                    index += end
 
 
 def _by_size(members: list[Path], assign: Holdout) -> Iterator[Piece]:
@@ -59,36 +54,18 @@ def _by_size(members: list[Path], assign: Holdout) -> Iterator[Piece]:
     room += [[split, int(total * assign.share)] for split in held]
     room[-1][1] = total  # whatever is left
     for file in members:
-        yield from _cut(_documents(file, None), room)
+        yield from _cut(_document(file), room)
 
 
-def _documents(file: Path, separator: str | None) -> Iterator[tuple[str, bool]]:
-    """(text, end of document) of one file; only whole documents are left out when blank."""
-    empty, carry, begun = True, "", False
-
-    def part(text: str) -> str:
-        return text if begun else text.lstrip("\r\n")
-
+def _document(file: Path) -> Iterator[tuple[str, bool]]:
+    """(text, end of document) of one file, piece by piece."""
+    empty = True
     for piece in pieces(file):
         empty = empty and not piece.strip()
-        if separator is None:
-            yield piece, False
-            continue
-        *whole, carry = (carry + piece).split(separator)
-        for text in whole:
-            if begun or text.strip():
-                yield part(text), True
-            begun = False
-        if len(carry) > PIECE:  # a long document goes on: keep back only what may be half a separator
-            keep = len(carry) - len(separator)
-            yield part(carry[:keep]), False
-            carry, begun = carry[keep:], True
+        yield piece, False
     if empty:
         raise DataError("the file is empty", path=file)
-    if separator is None:
-        yield "", True
-    elif begun or carry.strip():
-        yield part(carry), True
+    yield "", True
 
 
 def _size(file: Path) -> int:

@@ -1,6 +1,5 @@
 """Long-Range Arena's Image: CIFAR-10 in grey, one token a pixel, `PIXELS` in a row."""
 
-import pickle
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -25,28 +24,6 @@ def _grey(colour: np.ndarray) -> np.ndarray:
     """(N, 3 * PIXELS), planes of red, green and blue -> (N, PIXELS), rounded as tf.image does."""
     mixed = np.einsum("ncp,c->np", colour.reshape(len(colour), 3, PIXELS).astype(np.float32) / 255, GREY)
     return np.minimum(mixed * 255.5, 255).astype(np.uint8)
-
-
-class _ArraysOnly(pickle.Unpickler):
-    """Reads CIFAR's pickles and nothing that could run code: only what numpy arrays are made of."""
-
-    allowed = (("numpy", "ndarray"), ("numpy", "dtype"), ("_codecs", "encode"))
-
-    def find_class(self, module: str, name: str) -> Any:
-        if name == "_reconstruct" and module in ("numpy.core.multiarray", "numpy._core.multiarray"):
-            return np._core.multiarray._reconstruct  # type: ignore[attr-defined]
-        if (module, name) not in self.allowed:
-            raise pickle.UnpicklingError(f"{module}.{name} is not part of an array")
-        return super().find_class(module, name)
-
-
-def _python(path: Path) -> Batch:
-    try:
-        with open(path, "rb") as file:
-            batch = _ArraysOnly(file, encoding="bytes").load()
-        return _grey(np.asarray(batch[b"data"], np.uint8)), np.asarray(batch[b"labels"], np.uint8)
-    except (pickle.UnpicklingError, EOFError, KeyError, TypeError, ValueError) as error:
-        raise DataError(f"not a CIFAR-10 python batch: {error}", path=path) from None
 
 
 def _binary(path: Path) -> Batch:
@@ -79,13 +56,12 @@ def _png(path: Path) -> np.ndarray:
 def _files(folder: Path) -> list[Path]:
     """The files of whichever form the folder has, training files in their published order."""
     forms = {"train_labels.u8": ("*.png", "*.u8"), "data_batch_1.bin": ("*_batch*.bin",)}
-    forms["data_batch_1"] = ("*_batch*",)
     for required, patterns in forms.items():
         if (folder / required).is_file():
             return sorted({path for pattern in patterns for path in folder.glob(pattern)})
-    batches = "data_batch_1 ... test_batch (python), data_batch_1.bin ... (binary)"
     strips = "grey strips train_*.png, test.png with train_labels.u8, test_labels.u8"
-    raise DataError(f"expected CIFAR-10 as {batches}, or {strips}", path=folder)
+    expected = f"data_batch_1.bin ... test_batch.bin (its binary version), or {strips}"
+    raise DataError(f"expected CIFAR-10 as {expected}", path=folder)
 
 
 def _read(path: Path) -> Batch:
@@ -94,7 +70,7 @@ def _read(path: Path) -> Batch:
         return _png(path), np.empty(0, np.uint8)
     if path.suffix == ".u8":
         return np.empty((0, PIXELS), np.uint8), np.fromfile(path, np.uint8)
-    return _binary(path) if path.suffix == ".bin" else _python(path)
+    return _binary(path)
 
 
 def _rows(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -110,9 +86,8 @@ def _rows(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     whole = {split: [np.concatenate(side) for side in zip(*part)] for split, part in parts.items()}
     for split, (pixels, labels) in whole.items():
         if len(pixels) != len(labels):
-            raise DataError(
-                f"{len(labels)} labels for {len(pixels)} images", path=folder / f"{split}_labels.u8"
-            )
+            told = f"{len(labels)} labels for {len(pixels)} images"
+            raise DataError(told, path=folder / f"{split}_labels.u8")
     edge = int(len(whole["train"][0]) * TRAIN)
     whole["validation"] = [side[edge:] for side in whole["train"]]
     whole["train"] = [side[:edge] for side in whole["train"]]
@@ -123,7 +98,7 @@ def _rows(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def image(*, data: Any, cache: Any = None) -> Task:
-    """CIFAR-10 in grey from its python or binary form, or from strips of grey PNG; no class token."""
+    """CIFAR-10 in grey from its binary version, or from strips of grey PNG; no class token."""
     source = locate(data)
     rows, content = partial(_rows, source), hashed([digest(path, cache) for path in _files(source)])
     return arena("image", rows, values=256, length=PIXELS, labels=LABELS, cache=cache, content=content)

@@ -47,7 +47,6 @@ def lm(
     tokenizer: str = "bpe",
     isolate: bool = True,
     text: str | None = None,
-    separator: str | None = None,
     holdout: float = 0.05,
     **reading: Any,
 ) -> Task:
@@ -56,8 +55,7 @@ def lm(
     Evaluation slides: windows begin every `stride` tokens (half the length if None) and score what is new.
     `isolate=False` lets attention cross documents, as papers on WikiText do: no `position_ids` then.
     """
-    corpus = Corpus(data=data, text=text, separator=separator, holdout=holdout, **reading)
-    tokens = Tokenised(corpus, tokenizer)
+    tokens = Tokenised(Corpus(data=data, text=text, holdout=holdout, **reading), tokenizer)
     stride = length // 2 if stride is None else stride
     strides = {"train": None, "validation": stride, "test": stride}
     sets = {s: Packed(tokens.tables[s], length=length, stride=strides[s], isolate=isolate) for s in SPLITS}
@@ -80,13 +78,12 @@ def mlm(
     share: float = 0.15,
     copies: int = 10,
     text: str | None = None,
-    separator: str | None = None,
     holdout: float = 0.05,
     seed: int = 0,
     **reading: Any,
 ) -> Task:
     """Masked pre-training: a `share` of tokens hidden, by whole words if `whole_word` (packing.Masked)."""
-    corpus = Corpus(data=data, text=text, separator=separator, holdout=holdout, seed=seed, **reading)
+    corpus = Corpus(data=data, text=text, holdout=holdout, seed=seed, **reading)
     tokens = Tokenised(corpus, tokenizer)
     encode = tokens.encoder
     joins = encode.joins() if whole_word else None

@@ -49,8 +49,6 @@ class Drawing:
     dashes: int = DIFFICULTY["hard"]  # of each curve; distracting ones have a third
 
 
-_LARGE = Drawing(window=256, margins=(3,), padding=22, seed_distance=27, radius=5, dash=5, thickness=2,
-                 continuity=1.8, distractor_dashes=30, contrast=1.0)  # fmt: skip
 DRAWINGS = {
     32: Drawing(window=32, margins=(1,), padding=1, seed_distance=7, radius=1.5, dash=2, thickness=0.5,
                 continuity=1.0, distractor_dashes=20, contrast=1.5),
@@ -58,8 +56,8 @@ DRAWINGS = {
                 continuity=1.8, distractor_dashes=22, contrast=0.8),
     128: Drawing(window=128, margins=(2, 3), padding=1, seed_distance=20, radius=3, dash=5, thickness=1.5,
                  continuity=1.8, distractor_dashes=35, contrast=0.9),
-    256: _LARGE,
-    300: replace(_LARGE, window=300),
+    256: Drawing(window=256, margins=(3,), padding=22, seed_distance=27, radius=5, dash=5, thickness=2,
+                 continuity=1.8, distractor_dashes=30, contrast=1.0),
 }  # fmt: skip
 
 
@@ -176,13 +174,11 @@ def sketch(rng: np.random.Generator, size: int, drawing: Drawing) -> Sketches:
     return Sketches(dashes, discs, labels, field.margins[rows])
 
 
-def render(sketches: Sketches, drawing: Drawing, size: int) -> np.ndarray:
-    """Pixels (B, size, size), uint8: every dash and disc as far as it covers each pixel."""
+def render(sketches: Sketches, drawing: Drawing) -> np.ndarray:
+    """Pixels (B, window, window), uint8: every dash and disc as far as it covers each pixel."""
     canvas = np.zeros((len(sketches.labels), drawing.window, drawing.window), np.float32)
     _stamp(canvas, sketches.dashes, drawing, drawing.thickness / 2, drawing.contrast)
     _stamp(canvas, np.stack([sketches.discs, sketches.discs], 2), drawing, drawing.radius, 1.0)
-    if size != drawing.window:
-        canvas = _resized(canvas, size)
     return np.clip(canvas * 255 + 0.5, 0, 255).astype(np.uint8)
 
 
@@ -203,21 +199,12 @@ def _stamp(canvas: np.ndarray, shapes: np.ndarray, drawing: Drawing, radius: flo
     np.maximum.at(canvas, (image[shown], y[shown], x[shown]), patch[shown])
 
 
-def _resized(canvas: np.ndarray, size: int) -> np.ndarray:
-    """The mean of what falls into each of size x size cells."""
-    edges = np.linspace(0, canvas.shape[1], size + 1)
-    left, right = np.arange(canvas.shape[1]), np.arange(canvas.shape[1]) + 1
-    share = np.clip(np.minimum(right, edges[1:, None]) - np.maximum(left, edges[:-1, None]), 0, None)
-    share = (share / share.sum(1, keepdims=True)).astype(np.float32)
-    return np.einsum("bhw,ih,jw->bij", canvas, share, share, optimize=True)
-
-
-def images(*, drawing: Drawing, size: int, seed: Sequence[int]) -> Iterator[tuple[np.ndarray, int]]:
-    """(pixels (size, size), label) without end. Batches have their own seeds: workers change nothing."""
+def images(drawing: Drawing, seed: Sequence[int]) -> Iterator[tuple[np.ndarray, int]]:
+    """(pixels (window, window), label) without end. Batches have their own seeds: workers change nothing."""
 
     def batch(number: int) -> tuple[np.ndarray, np.ndarray]:
         made = sketch(np.random.default_rng((*seed, number)), BATCH, drawing)
-        return render(made, drawing, size), made.labels
+        return render(made, drawing), made.labels
 
     workers, idle = os.cpu_count() or 1, 0
     with ThreadPoolExecutor(workers) as pool:  # numpy lets go of the interpreter in its loops
@@ -234,32 +221,23 @@ def pathfinder(
     *,
     size: int = 32,
     difficulty: str = "hard",
-    drawing: int | None = None,
-    continuity: float | None = None,
     examples: Sequence[int] = (160_000, 20_000, 20_000),
     seed: int = 0,
     cache: Any = None,
 ) -> Task:
-    """Pathfinder at `size` x `size` (128 is Path-X); `difficulty` sets how many dashes a curve has.
-
-    Drawn at that size with the parameters published for it, or, with `drawing=300`, as the original
-    300 x 300 and scaled down.
-    """
-    if size not in DRAWINGS or (drawing or size) not in DRAWINGS:
-        known = ", ".join(map(str, DRAWINGS))
-        raise ValueError(f"size and drawing must be among {known}; got {size} and {drawing}")
+    """Pathfinder at `size` x `size` (128 is Path-X); `difficulty` sets how many dashes a curve has."""
+    if size not in DRAWINGS:
+        raise ValueError(f"size must be one of {', '.join(map(str, DRAWINGS))}; got {size}")
     if difficulty not in DIFFICULTY:
         raise ValueError(f"difficulty must be one of {', '.join(DIFFICULTY)}; got {difficulty!r}")
-    chosen = replace(DRAWINGS[drawing or size], dashes=DIFFICULTY[difficulty])
-    chosen = chosen if continuity is None else replace(chosen, continuity=continuity)
+    drawing = replace(DRAWINGS[size], dashes=DIFFICULTY[difficulty])
 
     def rows() -> Iterator[tuple[str, dict[str, Any]]]:
         for number, (split, wanted) in enumerate(zip(SPLITS, examples, strict=True)):
-            drawn = images(drawing=chosen, size=size, seed=(seed, 7, number))
-            for pixels, label in itertools.islice(drawn, wanted):
+            for pixels, label in itertools.islice(images(drawing, (seed, 7, number)), wanted):
                 ids = pixels.reshape(-1).astype(np.uint16) + Special.count
                 yield split, {"input_ids": ids, "labels": label}
 
-    settings = {"drawing": asdict(chosen), "size": size, "examples": list(examples), "seed": seed}
+    settings = {"drawing": asdict(drawing), "size": size, "examples": list(examples), "seed": seed}
     labels = ("apart", "joined")
     return arena("pathfinder", rows, values=256, length=size**2, labels=labels, cache=cache, **settings)

@@ -12,13 +12,11 @@ from .metrics import Seq2SeqMetrics, TokenScores, language_metrics, scores, toke
 from .table import Arrays
 
 
-def _sets(examples: Sequence[int], seed: int, salt: int, draw: Callable[..., Arrays]) -> dict[str, Any]:
-    """`draw(rng, size)` for every split, each with a seed of its own."""
-    sizes = enumerate(zip(SPLITS, examples, strict=True))
-    return {split: draw(np.random.default_rng((seed, salt, n)), size) for n, (split, size) in sizes}
-
-
-def _task(name: str, sets: dict[str, Any], settings: dict[str, Any], **fields: Any) -> Task:
+def _task(name: str, draw: Callable[..., Arrays], salt: int, settings: dict[str, Any], **fields: Any) -> Task:
+    """The task over `draw(rng, size)` of every split, each with a seed of its own."""
+    sets: dict[str, Any] = {}
+    for n, (split, size) in enumerate(zip(SPLITS, settings["examples"], strict=True)):
+        sets[split] = draw(np.random.default_rng((settings["seed"], salt, n)), size)
     if "kind" not in fields:
         fields |= scores(TokenScores(shift=True), language_metrics, "accuracy")
         fields |= {"kind": "causal-lm", "collate": Collate(Special.pad, packed=True)}
@@ -88,9 +86,8 @@ def recall(
         raise ValueError(f"vocabulary={vocabulary} has fewer than pairs={pairs} keys")
     shape: dict[str, Any] = {"length": length, "pairs": pairs, "vocabulary": vocabulary}
     shape |= {"power": power, "blank": blank}
-    sets = _sets(examples, seed, 4, partial(associations, **shape))
     settings = {**shape, "examples": list(examples), "seed": seed}
-    return _task("recall", sets, settings, vocab_size=vocabulary)
+    return _task("recall", partial(associations, **shape), 4, settings, vocab_size=vocabulary)
 
 
 def copy(
@@ -107,7 +104,7 @@ def copy(
         return Arrays(input_ids=inputs, labels=np.where(np.arange(length) > half + 1, inputs, IGNORE))
 
     settings = {"length": length, "symbols": symbols, "examples": list(examples), "seed": seed}
-    return _task("copy", _sets(examples, seed, 5, draw), settings, vocab_size=size)
+    return _task("copy", draw, 5, settings, vocab_size=size)
 
 
 def reverse(
@@ -124,4 +121,4 @@ def reverse(
     metrics = Seq2SeqMetrics(eos=Special.eos, pad=Special.pad)
     fields = scores(token_choice, metrics, "sequence_accuracy") | {"collate": Collate(Special.pad)}
     fields |= {"kind": "seq2seq", "max_target_length": length + 1, "vocab_size": size}
-    return _task("reverse", _sets(examples, seed, 3, draw), settings, **fields)
+    return _task("reverse", draw, 3, settings, **fields)

@@ -16,12 +16,9 @@ def checkpoint_of(out: str | Path, step: int) -> Path:
 
 
 def checkpoints(out: str | Path) -> list[Path]:
-    """Every checkpoint of a run, whole or not, the newest first."""
+    """Every checkpoint of a run, whole or not, the newest first; a folder called otherwise is the user's."""
     found = map(Path, reversed(sort_checkpoints(str(out))))
-    numbered = (
-        f"{PREFIX_CHECKPOINT_DIR}-"  # and nothing after the number: a folder called otherwise is the user's
-    )
-    return [path for path in found if path.name.removeprefix(numbered).isdigit()]
+    return [path for path in found if path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-").isdigit()]
 
 
 def last_checkpoint(out: str | Path) -> Path | None:

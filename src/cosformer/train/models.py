@@ -23,22 +23,15 @@ CLASSES: dict[str, Any] = {
     "seq2seq": hf.CosformerForConditionalGeneration,
 }
 
-OF_MIXERS = ("mixer_options", "horizon", "layer_types", "full_attention_interval", "short_conv", "qk_norm",
-             "output_gate")  # fmt: skip
-
 
 def size_of(name: str, task: Task) -> Size:
     """A preset, or "published": the sizes the task was published with."""
-    if name == "published":
-        if task.published is None:
-            told = f"size 'published': task {task.name!r} has no published sizes"
-            raise ValueError(f"{told}; one of {', '.join(SIZES)}")
-        p = task.published
-        return Size(p.layers, p.width, p.heads, p.feedforward)
-    if name not in SIZES:
+    if name in SIZES:
+        return SIZES[name]
+    if name != "published" or (p := task.published) is None:
         known = f"one of {', '.join(SIZES)}, or published for Long-Range Arena tasks"
-        raise ValueError(f"size is {name!r}; {known}")
-    return SIZES[name]
+        raise ValueError(f"size is {name!r}; task {task.name!r} takes {known}")
+    return Size(p.layers, p.width, p.heads, p.feedforward)
 
 
 def config_of(
@@ -110,13 +103,3 @@ def labels_of(directory: str) -> list[str]:
 def parameters(model: PreTrainedModel) -> int:
     """How many numbers training changes."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-
-def parameters_beside_softmax(
-    model: PreTrainedModel, task: Task, *, size: str, fields: dict[str, Any] | None = None
-) -> float:
-    """The share of parameters a model has more than softmax with learned positions at the same size."""
-    plain = {name: value for name, value in (fields or {}).items() if name not in OF_MIXERS}
-    with torch.device("meta"):
-        softmax = CLASSES[task.kind](config_of(task, mixer="softmax", size=size, fields=plain))
-    return parameters(model) / parameters(softmax) - 1

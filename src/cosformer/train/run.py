@@ -259,13 +259,7 @@ def result_of(run: Run, task: tasks.Task, trainer: Trainer, *, examples: int) ->
 
 def description(run: Run, task: tasks.Task, model: PreTrainedModel) -> str:
     """What is about to be trained."""
-    more = ""
-    if run.start is None:
-        share = models.parameters_beside_softmax(model, task, size=run.size, fields=run.model_fields)
-        more = f" ({share:+.1%} beside softmax)"
-        if task.published is not None and share > task.published.extra_parameters:
-            more += f": more than the {task.published.extra_parameters:.0%} this benchmark allows"
     sets = ", ".join(f"{len(getattr(task, split)):,} {split}" for split in tasks.SPLITS)
-    said = f"{task.name}, {run.mixer}: {models.parameters(model):,} parameters{more}; "
+    said = f"{task.name}, {run.mixer}: {models.parameters(model):,} parameters; "
     said += f"{sets} examples of up to {task.max_length:,} tokens, in batches of {run.batch(task)}"
     return "\n".join([said, *task.left_out, *task.notes])

@@ -60,22 +60,17 @@ class Run:
     def __post_init__(self):
         for name, kind in typing.get_type_hints(type(self)).items():
             check_type(name, getattr(self, name), kind)
-        if self.task not in tasks.names():
-            raise SettingsError(f"task is {self.task!r}; one of {', '.join(tasks.names())}")
         if self.size not in (*models.SIZES, "published"):
             raise SettingsError(f"size is {self.size!r}; one of {', '.join(models.SIZES)}, published")
         try:
             mixers.pattern(self.mixer)
-        except ValueError as error:
+            tasks.check(self.task, self.task_settings)
+        except (ValueError, TypeError) as error:
             raise SettingsError(str(error)) from None
         for name in ("eval_examples", "test_examples", "sequence_parallel"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise SettingsError(f"{name} is {value}; it must be at least 1")
-        known = tasks.settings(self.task)
-        if unknown := [key for key in self.task_settings if key not in known]:
-            accepted = ", ".join(known)
-            raise SettingsError(f"task {self.task!r} has no setting {unknown[0]!r}; it takes {accepted}")
         for table in (self.training, self.pretrain or {}):
             check_training(table)
 

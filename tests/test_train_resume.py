@@ -1,0 +1,255 @@
+"""A run that is stopped, killed or spoilt: what it leaves, and how it goes on."""
+
+import json
+import os
+import re
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import LISTOPS, Signal, checkpoints, complaint, go, losses, run_of, same, steps, weights
+from transformers import TrainerCallback
+
+from cosformer import tasks, train
+from cosformer.seal import SEAL
+from cosformer.train import cli
+from cosformer.train import run as run_module
+from cosformer.train.build import build_model, build_task, build_trainer
+from cosformer.train.progress import Interrupt
+from cosformer.train.sharded import Sharded
+from cosformer.train.trainer import Trainer
+
+pytestmark = pytest.mark.usefixtures("here")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(number, whole):
+    handlers = [signal.getsignal(n) for n in Interrupt.signals]
+    with pytest.raises(
+        train.Interrupted,
+        match=f"interrupted by {number.name} at step 3; --resume goes on from run/checkpoint-3",
+    ):
+        go(watch=Signal(3, number))
+    assert "checkpoint-3" in checkpoints() and not Path("run/result.json").exists()
+    assert handlers == [signal.getsignal(n) for n in Interrupt.signals]
+    result, want = go(resume=True), json.loads((whole / "result.json").read_text())
+    assert same("run", whole) and same("run/checkpoint-6", whole / "checkpoint-6")
+    assert steps() == [1, 2, 3, 4, 5, 6] and steps(key="eval_accuracy") == [2, 4, 6]
+    assert result | {"seconds": 0} == want | {"seconds": 0}
+    assert losses() == losses(whole)
+
+
+def test_batches_of_like_length_and_a_batch_norm_go_on_as_well():
+    """They have a state of their own: the order that was drawn, and what the norm has seen."""
+    options = {"task": "listops", "task_settings": LISTOPS, "model_fields": {"pooling": "normed-mean"}}
+    options["training"] = {"train_sampling_strategy": "group_by_length", "max_steps": 10}  # six are an epoch
+    go(run_of(out="whole", **options))
+    for stop in (3, 8):
+        with pytest.raises(train.Interrupted):
+            go(run_of(out=f"run{stop}", **options), watch=Signal(stop, signal.SIGTERM))
+        go(run_of(out=f"run{stop}", **options), resume=True)
+        assert same(f"run{stop}", "whole"), stop
+
+
+def test_the_epoch_reaches_the_order_of_lengths(monkeypatch):
+    """Through whatever a resumed run of several processes wraps around it, so not through that."""
+    run = run_of("listops", task_settings=LISTOPS, training={"train_sampling_strategy": "group_by_length"})
+    task = build_task(run)
+    trainer = build_trainer(run, task, build_model(run, task, start=None), [])
+    order = trainer._get_train_sampler()
+    first, again = list(order), list(order)
+    monkeypatch.setattr(Sharded, "_run_epoch", lambda *args, **kwargs: None)
+    trainer._run_epoch(trainer.model, 1)
+    assert first == again and sorted(order) == sorted(first) and list(order) != first
+
+
+def test_a_second_ctrl_c_stops_at_once_and_sigterm_twice_does_not():
+    with pytest.raises(KeyboardInterrupt):
+        go(watch=Signal(3, signal.SIGINT, times=2))
+    assert steps() == [1, 2]
+    with pytest.raises(train.Interrupted):
+        go(run_of(out="b"), watch=Signal(3, signal.SIGTERM, times=2))
+
+
+def test_exit_codes_of_the_command(monkeypatch, capsys):
+    def carried_out(error):
+        def train_(run, *, resume):
+            raise error
+
+        monkeypatch.setattr(cli, "carry_out", train_)
+        with pytest.raises(SystemExit) as stopped:
+            cli.train(["copy"])
+        said = capsys.readouterr().err
+        assert said.startswith("cosformer train: ") and said.count("\n") == 1
+        return stopped.value.code
+
+    assert carried_out(train.Interrupted("interrupted")) == 130
+    assert carried_out(KeyboardInterrupt()) == 130
+    assert carried_out(train.Stopped("the loss is nan")) == 1
+    assert carried_out(train.SettingsError("no")) == 1
+    assert carried_out(tasks.DataError("no")) == 1
+
+
+def test_resume_begins_where_there_is_nothing_and_returns_what_is_finished(monkeypatch):
+    result = go(resume=True)
+    monkeypatch.setattr(run_module, "stage", None)
+    assert go(resume=True) == result
+
+
+def test_killed_after_the_last_step_it_does_not_take_another():
+    """transformers trains one step more when it resumes from the last one in the middle of an epoch."""
+    whole = go(run_of(training={"max_steps": 4}))
+    Path("run/result.json").unlink()
+    shutil.copytree("run/checkpoint-4", "before")
+    again = go(run_of(training={"max_steps": 4}), resume=True)
+    assert again["steps"] == 4 and same("run/checkpoint-4", "before") and again["test"] == whole["test"]
+    assert steps() == [1, 2, 3, 4] and steps(key="eval_accuracy") == [2, 4]
+
+
+def test_a_half_written_checkpoint_and_a_half_written_line_are_passed_over(whole):
+    with pytest.raises(train.Interrupted):
+        go(watch=Signal(4))
+    shutil.copytree("run/checkpoint-4", "run/checkpoint-5")
+    Path("run/checkpoint-5", SEAL).unlink()
+    Path("run/checkpoint-5/model.safetensors").write_bytes(b"half")
+    with open("run/metrics.jsonl", "a") as file:
+        file.write('{"step": 5, "loss": 1.0}\n{"step": 6, "lo')
+    go(resume=True)
+    assert steps() == [1, 2, 3, 4, 5, 6] and checkpoints()[-1] == "checkpoint-6"
+    assert same("run", whole)
+
+
+def test_a_folder_in_use_is_refused():
+    with pytest.raises(train.Interrupted):
+        go(watch=Signal(1))
+    before = checkpoints()
+    with pytest.raises(
+        train.SettingsError, match="run already holds a run; go on with --resume, or choose another --out"
+    ):
+        go()
+    with pytest.raises(
+        train.SettingsError,
+        match="run holds another run: its mixer is 'cosformer', not 'softmax'; .*--start run",
+    ):
+        go(run_of(mixer="softmax"), resume=True)
+    with pytest.raises(
+        train.SettingsError, match="run was trained with 4 examples a step, now it would be 2; .*must be 4"
+    ):
+        go(run_of(training={"per_device_train_batch_size": 2}), resume=True)
+    assert checkpoints() == before
+    Path("run").rename("moved")
+    go(run_of(out="moved"), resume=True)
+    assert json.loads(Path("moved/resolved.json").read_text())["resumed_from"] == "checkpoint-1"
+
+
+def test_checkpoints_of_something_else_are_left_alone():
+    Path("run/checkpoint-500").mkdir(parents=True)
+    for resume in (False, True):
+        with pytest.raises(
+            train.SettingsError,
+            match="run holds checkpoints of something else .there is no run.json.; choose",
+        ):
+            go(resume=resume)
+    assert Path("run/checkpoint-500").is_dir() and not Path("run/run.json").exists()
+
+
+def test_a_signal_in_the_last_evaluation_stops_what_would_come_after(whole):
+    class Late(TrainerCallback):
+        times = 0
+
+        def on_evaluate(self, args, state, control, **kwargs):
+            self.times += state.global_step == 6
+            if self.times == 1:  # the scores come after it
+                self.times += 1
+                os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(
+        train.Interrupted, match="interrupted by SIGINT after the last step; the run in run is complete"
+    ):
+        go(watch=Late())
+    assert same("run", whole) and go(resume=True)["steps"] == 6
+
+
+def test_a_batch_norm_wants_more_than_one_text():
+    run = run_of(
+        "listops",
+        task_settings=LISTOPS,
+        model_fields={"pooling": "normed-mean"},
+        training={"per_device_train_batch_size": 1},
+    )
+    with pytest.raises(
+        train.SettingsError,
+        match="normed-mean normalises over a batch; --per_device_train_batch_size must be 2",
+    ):
+        go(run)
+
+
+def test_a_classifier_is_not_scored_on_other_labels(capsys):
+    def table(name, *labels):
+        rows = [f"text {i} is {labels[i % len(labels)]},{labels[i % len(labels)]}" for i in range(40)]
+        Path(name).write_text("\n".join(["text,label", *rows]))
+
+    table("two.csv", "neg", "pos")
+    table("three.csv", "neg", "neutral", "pos")
+    table("other.csv", "bad", "good")
+    go(run_of("classify", task_settings={"data": "two.csv", "length": 16, "holdout": 0.2}))
+    for data, labels in (("three.csv", "neg, neutral, pos"), ("other.csv", "bad, good")):
+        told = f"run tells neg, pos apart; the data has {labels}. If it is a part of them, name them all"
+        found = complaint(capsys, cli.evaluate, "run", "--data", data)
+        assert f"{told}: --set task.labels=neg,pos\n" in found
+    cli.evaluate(["run", "--data", "two.csv", "--set", "task.labels=neg,pos"])
+    assert "accuracy" in capsys.readouterr().out
+
+
+def test_texts_that_are_cut_are_counted(capsys):
+    Path("long.csv").write_text(
+        "text,label\n" + "\n".join(f"{'long ' * (1 + i % 10)},{i % 2}" for i in range(100))
+    )
+    settings = {"data": "long.csv", "length": 32, "holdout": 0.2, "tokenizer": "bytes"}
+    train.train(run_of("classify", task_settings=settings, training={"max_steps": 1}))
+    said = r"(\d+) of \d+ training texts are longer than 32 tokens and are cut"
+    full = int(re.search(said, capsys.readouterr().out)[1])
+    assert 15 < full < 33  # 4 in 10 of about 60
+
+
+def test_another_spread_of_the_same_batch_goes_on(whole):
+    with pytest.raises(train.Interrupted):
+        go(watch=Signal(2))
+    go(run_of(training={"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}), resume=True)
+    assert losses() == pytest.approx(losses(whole), abs=1e-5)
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient's norm"])
+def test_a_nan_stops_and_leaves_the_last_good_checkpoint(monkeypatch, what):
+    def spoil(self, *args, **kwargs):
+        found = original(self, *args, **kwargs)
+        return found * float("nan") if self.model.training and self.state.global_step == 4 else found
+
+    name = {"loss": "compute_loss", "gradient's norm": "_clip_grad_norm"}[what]
+    original = getattr(Trainer, name)
+    said = f"the {what} is nan at step 5; start again from run/checkpoint-4 .--start. with a lower"
+    with monkeypatch.context() as patch, pytest.raises(train.Stopped, match=said):
+        patch.setattr(Trainer, name, spoil)
+        go()
+    assert checkpoints()[-1] == "checkpoint-4" and all(
+        tensor.isfinite().all() for tensor in weights("run/checkpoint-4").values()
+    )
+    assert go(run_of(out="again", start="run/checkpoint-4"))["steps"] == 6
+
+
+def test_weights_that_are_not_finite_are_never_saved():
+    class Spoil(TrainerCallback):
+        def on_step_end(self, args, state, control, model, **kwargs):
+            if state.global_step == 4:
+                torch.nn.init.constant_(next(model.parameters()).data[:1, :1], float("inf"))
+
+    with pytest.raises(
+        train.Stopped, match="weights are not finite after step 4; start again from run/checkpoint-2"
+    ):
+        go(watch=Spoil())
+    assert checkpoints() == ["checkpoint-2"]
+    with pytest.raises(train.Stopped, match="weights are not finite after step 6"):  # nor as the run's model
+        go(run_of(out="b", training={"eval_strategy": "no", "save_strategy": "no"}), watch=Spoil())
+    assert not Path("b/model.safetensors").exists()
