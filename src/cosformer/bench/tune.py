@@ -2,11 +2,12 @@
 
 import argparse
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 
 import torch
 
-from ..ops import cosformer_attention
+from ..ops import cosformer_attention, trust
 from ..ops.operator import backend_problem
 from ..ops.triton import blocks
 from ..ops.triton.blocks import Blocks, Row, Tiles
@@ -23,6 +24,7 @@ def run(args: argparse.Namespace, say: Say) -> None:
     if problem is not None:
         raise SystemExit(f"bench: --tune needs a GPU that runs the triton backend: {problem}")
     device = torch.cuda.get_device_name()
+    logging.getLogger("cosformer").setLevel(logging.CRITICAL)  # a failed trial is one choice less
     for size, dtype in itertools.product(args.head_dims, args.dtypes):
         bytes_ = 2 if dtype == "bfloat16" else 4
         step = training_step(size, getattr(torch, dtype))
@@ -37,13 +39,16 @@ def run(args: argparse.Namespace, say: Say) -> None:
 
 def tuned(row: Row, measure: Callable[[], float], say: Say) -> Row:
     """The row with the best of the choices, one kind after another; what does not run is left out."""
-    best, least = row, _tried(row, measure)
+    failures: list[Exception] = []
+    best, least = row, _tried(row, measure, failures)
     for field in CHOICES:
         for candidate in list(_candidates(best, field)):
             say(f"size {row.size}, {field}: {getattr(candidate.blocks, field)}")
-            took = _tried(candidate, measure)
+            took = _tried(candidate, measure, failures)
             if took < least:
                 best, least = candidate, took
+    if least == float("inf"):
+        raise SystemExit(f"bench: --tune: no block sizes ran at size {row.size}: {failures[0]}")
     return best
 
 
@@ -54,11 +59,13 @@ def _candidates(row: Row, field: str) -> Iterator[Row]:
             yield row._replace(blocks=changed)
 
 
-def _tried(row: Row, measure: Callable[[], float]) -> float:
+def _tried(row: Row, measure: Callable[[], float], failures: list[Exception]) -> float:
     blocks.put(row)
+    trust.forget()  # other block sizes are other kernels: each is on trial by itself
     try:
         return measure()
-    except Exception:  # too much shared memory, or whatever else a compiler says
+    except Exception as error:  # too much shared memory, a failed trial, or whatever else a compiler says
+        failures.append(error)
         return float("inf")
 
 
