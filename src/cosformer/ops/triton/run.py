@@ -18,7 +18,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from ..call import Call, Grads, Inputs, Outputs, Upstream, dense, theta
+from ..call import Call, Grads, Inputs, Outputs, Upstream, dense, lasting, running_sum, theta
 from . import device, kernels
 from .blocks import Tiles
 from .parts import Part, cut, packed
@@ -94,6 +94,7 @@ class _Run:
         rated = None if x.decay is None else ("head", "position")[x.decay.ndim == 3]
         self.options = Options(D, E, C, call.relu, call.cosine, rated, call.signed, *arithmetic)
         angles = theta(call.horizons * (self.H // len(call.horizons)), self.device) if call.cosine else None
+        lasting(self.device, angles)
         self.weights = Weights(angles)
         if x.decay is not None:
             decay = dense(x.decay)
@@ -297,7 +298,7 @@ class _Run:
         """A is the running sum of the rates, or the rate times the position."""
         assert self.x.decay is not None
         if self.x.decay.ndim == 3:
-            total = (query + key).flip(-1).cumsum(-1).flip(-1)
+            total = running_sum((query + key).flip(-1)).flip(-1)
             if self.packed is not None:  # without the sequences behind
                 total = total - torch.nn.functional.pad(total, (0, 1))[..., self.packed.end]
             return total.to(self.x.decay.dtype)
