@@ -4,10 +4,13 @@
 
 The interpreter patches Triton's language anew in every function of a kernel, asks of every sum whether it
 overflows, describes every type from scratch, and works out for every operation on two tensors what both are
-to become: nine tenths of its time. Nothing of that is tested here, but for overflows, which
-tests/test_triton.py looks at with the check on. Tiles are large, since a program costs nearly the same
-whatever its size; tests/test_triton.py takes small ones.
+to become: most of its time. Nothing of that is tested here, but for overflows, with tensors so large that
+there could be some. Tiles are large, since a program costs nearly the same whatever its size;
+tests/test_triton.py takes small ones.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import triton.language as tl
@@ -21,12 +24,24 @@ from cosformer.ops.triton.blocks import Blocks, Tiles
 LARGE = Blocks(128, 1, *(Tiles(128, 128, 4, 1) for _ in range(3)))
 
 
-def hasten(*, overflows: bool) -> None:
-    """Patch the language once a launch, describe a type once; look for overflows or not."""
+def hasten() -> None:
+    """Patch the language once a launch, describe a type once, look for no overflows."""
     _patch_once()
     _remember_types()
     _remember_agreements()
-    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", overflows)
+    _look_for_overflows(False)
+
+
+def _look_for_overflows(look: bool) -> None:
+    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", look)
+
+
+@contextmanager
+def overflows() -> Iterator[None]:
+    """Every sum and product of 32 bits is held to fit."""
+    _look_for_overflows(True)
+    yield
+    _look_for_overflows(False)
 
 
 def _patch_once() -> None:
@@ -113,7 +128,7 @@ def _remember_agreements() -> None:
 
 def serve() -> None:
     """The triton backend is the first choice, with large tiles; NaN and infinity are numpy's to multiply."""
-    hasten(overflows=False)
+    hasten()
     np.seterr(all="ignore")
     table.INTERPRETED = LARGE
     operator.BACKENDS = ("triton", *(name for name in operator.BACKENDS if name != "triton"))
