@@ -206,6 +206,36 @@ def test_gated_attention_in_a_fixed_order(deterministic, absent):
         assert_close(ours, theirs)
 
 
+# TF32 where torch would take it: by the newer setting, by the older, and never on a device that has none
+
+
+@pytest.fixture
+def precision():
+    before = torch.backends.cuda.matmul.fp32_precision
+    yield
+    torch.backends.cuda.matmul.fp32_precision = before
+
+
+def test_tf32_is_torchs_to_allow(precision, monkeypatch):
+    from cosformer.ops.triton import device
+
+    here, has = torch.device("cuda", 0), [True]
+    monkeypatch.setattr(device, "has_tf32", lambda _: has[0])
+
+    def taken():
+        dtypes = torch.float32, torch.float16, torch.bfloat16
+        return [device.arithmetic(dtype, here)[2] for dtype in dtypes]
+
+    for value, name in (("ieee", "ieee"), ("tf32", "tf32")):
+        torch.backends.cuda.matmul.fp32_precision = value
+        assert taken() == [name, "tf32", "ieee"]
+    for value, name in (("highest", "ieee"), ("high", "tf32")):
+        torch.set_float32_matmul_precision(value)
+        assert taken() == [name, "tf32", "ieee"]
+    has[0] = False
+    assert taken() == ["ieee"] * 3
+
+
 # What a newcomer meets first
 
 

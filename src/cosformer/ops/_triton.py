@@ -41,9 +41,9 @@ def problem() -> str | None:
 
 def info() -> dict[str, object]:
     """Triton's version, and what a small case says of it on this device."""
-    import triton  # which knows its version whatever it was installed as: torch for AMD has its own
+    from .triton import device
 
-    found: dict[str, object] = {"triton": triton.__version__}
+    found: dict[str, object] = {"triton": device.VERSION}
     if not INTERPRETED:
         found["first trial"] = trust.verdict("triton", KERNELS, torch.device("cuda"))
     return found

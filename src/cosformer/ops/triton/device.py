@@ -10,6 +10,7 @@ import triton.language as tl
 from . import blocks as table
 from .blocks import Blocks, fitted
 
+VERSION = triton.__version__  # whatever it was installed as: torch for AMD brings one of another name
 INTERPRETED = triton.knobs.runtime.interpret  # on the CPU: slow, exact, for tests
 
 
