@@ -33,15 +33,18 @@ def hasten() -> None:
 
 
 def _look_for_overflows(look: bool) -> None:
-    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", look)
+    for option in ("sanitize_overflow", "debug"):  # without the second it looks, and says nothing
+        object.__setattr__(interpreter.interpreter_builder.options, option, look)
 
 
 @contextmanager
 def overflows() -> Iterator[None]:
     """Every sum and product of 32 bits is held to fit."""
     _look_for_overflows(True)
-    yield
-    _look_for_overflows(False)
+    try:
+        yield
+    finally:
+        _look_for_overflows(False)
 
 
 def _patch_once() -> None:

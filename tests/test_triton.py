@@ -29,8 +29,15 @@ compiled = pytest.mark.skipif(_triton.INTERPRETED, reason="the interpreter compi
 
 if _triton.INTERPRETED and "COSFORMER_TEST_BACKEND" not in os.environ:
     import interpreter
+    import triton
+    import triton.language as tl
 
     interpreter.hasten()
+
+    @triton.jit
+    def multiples(x, n):
+        tl.store(x + tl.arange(0, 16), tl.arange(0, 16) * n)
+
 
 # The operator's own suite on this backend (tests/interpreter.py): what the tests below do not show, and what
 # takes little time. The slow mark has all of it.
@@ -194,6 +201,15 @@ def test_masked_keys_may_hold_anything_and_bits_are_the_same_each_time(causal):
 @interpreted
 def test_a_sum_over_many_tokens_is_cut_into_stretches():
     judge(on("triton"), *inputs(B=1, H=1, Hk=1, L=17, S=600, D=6, E=5), horizon=700)
+
+
+@interpreted
+def test_the_interpreter_sees_an_overflow():
+    numbers = torch.zeros(16, dtype=torch.int32)
+    with interpreter.overflows():
+        multiples[(1,)](numbers, 2**27)
+        with pytest.raises(Exception, match="int32 overflow detected"):
+            multiples[(1,)](numbers, 2**28)
 
 
 @interpreted
