@@ -232,8 +232,10 @@ def test_tf32_is_torchs_to_allow(precision, monkeypatch):
     for value, name in (("highest", "ieee"), ("high", "tf32")):
         torch.set_float32_matmul_precision(value)
         assert taken() == [name, "tf32", "ieee"]
+    widths = [device.bits(dtype, here) for dtype in (torch.float32, torch.float16, torch.bfloat16)]
+    assert widths == [19, 19, 16]
     has[0] = False
-    assert taken() == ["ieee"] * 3
+    assert taken() == ["ieee"] * 3 and device.bits(torch.float32, here) == 32
 
 
 # What a newcomer meets first

@@ -23,13 +23,15 @@ def run(args: argparse.Namespace, say: Say) -> None:
     problem = backend_problem("triton", args.device)
     if problem is not None:
         raise SystemExit(f"bench: --tune needs a GPU that runs the triton backend: {problem}")
+    from ..ops.triton.device import bits
+
     device = torch.cuda.get_device_name()
     logging.getLogger("cosformer").setLevel(logging.CRITICAL)  # a failed trial is one choice less
     for size, dtype in itertools.product(args.head_dims, args.dtypes):
-        bytes_ = 2 if dtype == "bfloat16" else 4
+        width = bits(getattr(torch, dtype), torch.device("cuda", torch.cuda.current_device()))
         step = training_step(size, getattr(torch, dtype))
-        start = next(row for row in blocks.rows() if size <= row.size and bytes_ == row.bytes)
-        row = tuned(Row(device, size, bytes_, 0, start.blocks), lambda: seconds(step), say)
+        start = next(row for row in blocks.rows() if size <= row.size and width == row.bits)
+        row = tuned(Row(device, size, width, 0, start.blocks), lambda: seconds(step), say)
         blocks.put(row)
         say("")
         print(f"{device}, size {size}, {dtype}: {tuple(row.blocks)}", flush=True)

@@ -35,10 +35,16 @@ def has_tf32(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def blocks(D: int, E: int, bytes_: int, device: torch.device) -> Blocks:
+def bits(dtype: torch.dtype, device: torch.device) -> int:
+    """Of a factor of a matrix product, as the table of block sizes counts them."""
+    rounded, _, precision = arithmetic(dtype, device)
+    return 16 if rounded is tl.bfloat16 else 19 if precision == "tf32" else 32
+
+
+def blocks(D: int, E: int, dtype: torch.dtype, device: torch.device) -> Blocks:
     if INTERPRETED:
         return fitted(table.INTERPRETED, D, E)
-    return table.blocks(D, E, bytes_, *described(device))
+    return table.blocks(D, E, bits(dtype, device), *described(device))
 
 
 @cache

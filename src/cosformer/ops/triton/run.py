@@ -15,7 +15,6 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
 from ..call import Call, Grads, Inputs, Outputs, Upstream, dense, lasting, running_sum, theta
@@ -82,7 +81,7 @@ class _Run:
         self.kept = torch.bfloat16 if x.q.dtype == torch.bfloat16 else torch.float32  # see tiles.States
         self.walks = call.causal or self.two_sided
         arithmetic = device.arithmetic(x.q.dtype, self.device)
-        self.blocks = device.blocks(D, E, 2 if arithmetic[1] is tl.bfloat16 else 4, self.device)
+        self.blocks = device.blocks(D, E, x.q.dtype, self.device)
         C = self.blocks.chunk
         _, _, F, columns = self.state_shape
         each = self.H * F * (columns - 1) * self.kept.itemsize * (2 if self.two_sided else 1)
