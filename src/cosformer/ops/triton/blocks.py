@@ -2,8 +2,8 @@
 
 A row serves keys and values up to its `size`, factors of matrix products of so many `bits` (16: bfloat16, 19:
 TF32, 32: exact float32, which needs more registers), and any device with as much `shared` memory; or, if
-`device` names one, that alone. The first row that serves is taken. `cosformer bench --device cuda --tune` puts
-the rows of a device on top.
+`device` names one, that alone. The first row that serves is taken. `cosformer bench --device cuda --tune`
+puts the rows of a device on top.
 """
 
 import json
