@@ -44,6 +44,11 @@ if only := os.environ.get("COSFORMER_TEST_BACKEND"):  # the suite on one backend
 BACKEND_DTYPES = [(name, dtype) for name in RUNNING for dtype in declared(name).dtypes]
 
 
+def examples(count: int) -> int:
+    """On how many a property is tried: in Triton's interpreter, where one takes seconds, on a quarter."""
+    return max(1, count // 4) if RUNNING == ["triton"] else count
+
+
 def widest(name: str) -> torch.dtype:
     """The most exact dtype a backend runs."""
     return max(declared(name).dtypes, key=lambda dtype: dtype.itemsize)

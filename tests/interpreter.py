@@ -3,13 +3,18 @@
     COSFORMER_TEST_BACKEND=triton TRITON_INTERPRET=1 python -m pytest tests/test_operator.py -n 0
 
 The interpreter patches Triton's language anew in every function of a kernel, asks of every sum whether it
-overflows, and describes every type from scratch: four fifths of its time. Nothing of that is tested here, but
-for overflows, which tests/test_triton.py looks at with the check on. Tiles are large, since a program costs
-nearly the same whatever its size; tests/test_triton.py takes small ones.
+overflows, describes every type from scratch, and works out for every operation on two tensors what both are
+to become: most of its time. Nothing of that is tested here, but for overflows, with tensors so large that
+there could be some. Tiles are large, since a program costs nearly the same whatever its size;
+tests/test_triton.py takes small ones.
 """
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import triton.language as tl
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
 from cosformer.ops import operator
@@ -19,11 +24,27 @@ from cosformer.ops.triton.blocks import Blocks, Tiles
 LARGE = Blocks(128, 1, *(Tiles(128, 128, 4, 1) for _ in range(3)))
 
 
-def hasten(*, overflows: bool) -> None:
-    """Patch the language once a launch, describe a type once; look for overflows or not."""
+def hasten() -> None:
+    """Patch the language once a launch, describe a type once, look for no overflows."""
     _patch_once()
     _remember_types()
-    object.__setattr__(interpreter.interpreter_builder.options, "sanitize_overflow", overflows)
+    _remember_agreements()
+    _look_for_overflows(False)
+
+
+def _look_for_overflows(look: bool) -> None:
+    for option in ("sanitize_overflow", "debug"):  # without the second it looks, and says nothing
+        object.__setattr__(interpreter.interpreter_builder.options, option, look)
+
+
+@contextmanager
+def overflows() -> Iterator[None]:
+    """Every sum and product of 32 bits is held to fit."""
+    _look_for_overflows(True)
+    try:
+        yield
+    finally:
+        _look_for_overflows(False)
 
 
 def _patch_once() -> None:
@@ -70,9 +91,47 @@ def _remember_types() -> None:
     interpreter._get_np_dtype, tl.block_type.__init__, tl.tensor.__init__ = dtype, make_block, make_tensor
 
 
+def _remember_agreements() -> None:
+    """What two operands of certain types become, before they are added or compared, is found out once."""
+    agree, Handle, known = TritonSemantic.binary_op_type_checking_impl, interpreter.TensorHandle, {}
+    Handle.__post_init__ = lambda self: None  # that an array fits its type
+
+    def described(x):
+        return x.type.name if isinstance(x, tl.tensor) else (type(x), x)
+
+    def likeness(before, after):
+        """How one operand becomes what it must be: a constant as it is, a tensor cast and broadcast."""
+        if not isinstance(before, tl.tensor):
+            return after, None, None
+        data = after.handle.data
+        return after.type, data.dtype, data.shape if data.shape != before.handle.data.shape else None
+
+    def become(x, like):
+        type_, dtype, shape = like
+        if dtype is None:
+            return type_
+        data = x.handle.data
+        if data.dtype != dtype:
+            data = data.astype(dtype)
+        if shape is not None:
+            data = np.broadcast_to(data, shape)
+        return tl.tensor(Handle(data, type_.scalar), type_)
+
+    def agreed(self, lhs, rhs, *options, **more):
+        key = described(lhs), described(rhs), options, *more.items()
+        if key in known:
+            return become(lhs, known[key][0]), become(rhs, known[key][1])
+        made = agree(self, lhs, rhs, *options, **more)
+        if not any("bf16" in str(x.dtype) for x in (lhs, rhs, *made) if isinstance(x, tl.tensor)):
+            known[key] = likeness(lhs, made[0]), likeness(rhs, made[1])  # numpy has no bfloat16 to cast
+        return made
+
+    TritonSemantic.binary_op_type_checking_impl = agreed
+
+
 def serve() -> None:
     """The triton backend is the first choice, with large tiles; NaN and infinity are numpy's to multiply."""
-    hasten(overflows=False)
+    hasten()
     np.seterr(all="ignore")
     table.INTERPRETED = LARGE
     operator.BACKENDS = ("triton", *(name for name in operator.BACKENDS if name != "triton"))

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from conftest import widest
+from conftest import examples, widest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judge import assert_close, compare, inputs, judge, on, rates, value_and_grads
@@ -264,7 +264,7 @@ def strided(kind, B, H, Hk, L, D, E, dtype):
     return tuple(torch.randn(B, n, L, d).to(dtype) for n, d in ((H, D), (Hk, D), (Hk, E)))
 
 
-@settings(max_examples=40)
+@settings(max_examples=examples(40))
 @given(data=st.data())
 def test_shapes_strides_masks_offsets_horizons(backend, dtype, data):
     draw = data.draw

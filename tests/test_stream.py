@@ -6,7 +6,8 @@ import pickle
 
 import pytest
 import torch
-from hypothesis import given, settings
+from conftest import examples
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from judge import assert_close, inputs, judge, rates, value_and_grads
 
@@ -28,8 +29,9 @@ def streamed(q, k, v, cuts, *, decay=None, key_mask=None, state=None, **kwargs):
 
 @pytest.mark.parametrize("decay", [None, "head", "position"])
 @pytest.mark.parametrize("horizon", [400, math.inf, [300, 310, math.inf, 400]])
-@settings(max_examples=5)
+@settings(max_examples=examples(5))
 @given(cuts=st.sets(st.integers(0, 300), max_size=6).map(sorted))
+@example(cuts=[1, 40, 170])
 def test_any_split(backend, dtype, horizon, decay, cuts):
     def split(q, k, v, *, causal, **kwargs):
         return streamed(q, k, v, cuts, backend=backend, **kwargs)[0]
@@ -324,8 +326,9 @@ def segment(k, v, decay, mask, a, b, **options):
 
 @pytest.mark.parametrize("decay", [None, "head", "position"])
 @pytest.mark.parametrize("horizon", [200, math.inf, [110, 120, math.inf, 400]])
-@settings(max_examples=5)
+@settings(max_examples=examples(5))
 @given(cuts=st.lists(st.integers(0, 100), min_size=2, max_size=2).map(sorted))
+@example(cuts=[0, 41])
 def test_segments_join_in_any_grouping(backend, dtype, horizon, decay, cuts):
     """Cut anywhere, the states of the parts join to that of the stream; gradients are those of the stream."""
     if dtype not in (torch.float32, torch.float64):

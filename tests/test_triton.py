@@ -29,8 +29,15 @@ compiled = pytest.mark.skipif(_triton.INTERPRETED, reason="the interpreter compi
 
 if _triton.INTERPRETED and "COSFORMER_TEST_BACKEND" not in os.environ:
     import interpreter
+    import triton
+    import triton.language as tl
 
-    interpreter.hasten(overflows=True)
+    interpreter.hasten()
+
+    @triton.jit
+    def multiples(x, n):
+        tl.store(x + tl.arange(0, 16), tl.arange(0, 16) * n)
+
 
 # The operator's own suite on this backend (tests/interpreter.py): what the tests below do not show, and what
 # takes little time. The slow mark has all of it.
@@ -82,6 +89,7 @@ def test_all_of_the_suite_in_the_interpreter(name):
 SMALL = {"B": 1, "H": 2, "Hk": 1, "L": 40, "S": 40, "D": 20, "E": 18}
 TINY = {**SMALL, "D": 6, "E": 5}
 KINDS = [(causal, decay) for causal in (False, True) for decay in (None, "head", "position")]
+TILED = [(False, None), (False, "head"), (True, "position")]  # with several tiles of D and of E, too
 HALF = [(False, None), (False, "position"), (True, "position")]
 
 
@@ -95,7 +103,8 @@ HALF = [(False, None), (False, "position"), (True, "position")]
     ],
 )
 def test_tiles(causal, decay, dtype, horizon):
-    q, k, v = inputs(**SMALL if dtype == torch.float32 else TINY, dtype=dtype)
+    tiled = dtype == torch.float32 and (causal, decay) in TILED
+    q, k, v = inputs(**SMALL if tiled else TINY, dtype=dtype)
     q, v = q.mT.contiguous().mT, v.transpose(1, 2).contiguous().transpose(1, 2)  # whatever the strides
     options = {"causal": causal, "decay": rates(decay, 1, 2, 40), "horizon": horizon}
     judge(on("triton"), q, k, v, key_mask=torch.rand(1, 40) > 0.3, **options)
@@ -195,9 +204,19 @@ def test_a_sum_over_many_tokens_is_cut_into_stretches():
 
 
 @interpreted
+def test_the_interpreter_sees_an_overflow():
+    numbers = torch.zeros(16, dtype=torch.int32)
+    with interpreter.overflows():
+        multiples[(1,)](numbers, 2**27)
+        with pytest.raises(Exception, match="int32 overflow detected"):
+            multiples[(1,)](numbers, 2**28)
+
+
+@interpreted
 @pytest.mark.parametrize("dim", range(4))
 def test_tensors_past_the_reach_of_32_bits(dim):
-    """Two billion numbers lie between the first and the last; the memory in between is never touched."""
+    """Two billion numbers lie between the first and the last; the memory in between is never touched. The
+    interpreter looks at every sum and product of 32 bits."""
     shape = (2, 2, 5, 9)
     strides = [90, 45, 9, 1]
     strides[dim] = 2**31 // (shape[dim] - 1) + 1
@@ -210,7 +229,9 @@ def test_tensors_past_the_reach_of_32_bits(dim):
         out, grads = value_and_grads(lambda *x: on("triton")(*x, causal=True, decay=0.1), tensors)
         return out, *grads
 
-    for a, b in zip(run(far, far, far), run(near, near, near), strict=True):
+    with interpreter.overflows():
+        found = run(far, far, far)
+    for a, b in zip(found, run(near, near, near), strict=True):
         assert torch.equal(a, b)
 
 

@@ -249,8 +249,8 @@ def test_memory_does_not_grow_with_states(monkeypatch, causal, gated, packed):
 
 def test_blocks_serve_every_size():
     for D, E in ((16, 16), (20, 200), (256, 17)):
-        for bytes_ in (2, 4):
-            found = blocks.blocks(D, E, bytes_, "any device", 48 * 1024)
+        for bits in (16, 19, 32):
+            found = blocks.blocks(D, E, bits, "any device", 48 * 1024)
             assert found.chunk % found.steps == 0 and found.chunk // found.steps >= 16
             for tiles in found[2:]:
                 assert all(n >= 16 and n & (n - 1) == 0 for n in (tiles.key, tiles.value))
@@ -335,6 +335,7 @@ def test_it_says_why_it_cannot_run(monkeypatch):
 # The table of block sizes
 
 
+@installed
 def test_tuning_puts_the_best_that_runs_on_top_of_the_table(monkeypatch, tmp_path, capsys):
     """A made-up GPU likes large tiles, has no room for a chunk of 128, and wants two stages to read."""
     file = tmp_path / "blocks.json"
@@ -344,9 +345,10 @@ def test_tuning_puts_the_best_that_runs_on_top_of_the_table(monkeypatch, tmp_pat
     monkeypatch.setattr(tune, "backend_problem", lambda *_: None)
     monkeypatch.setattr(tune, "training_step", lambda *_: None)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "Abacus")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
 
     def seconds(step):
-        found = blocks.blocks(64, 64, 2, "Abacus", 0)
+        found = blocks.blocks(64, 64, 16, "Abacus", 0)
         if found.chunk == 128:
             raise RuntimeError("out of resource: shared memory")
         return 1 / found.gather.key - 0.001 * found.chunk + 0.1 * abs(found.read.stages - 2)
@@ -358,7 +360,7 @@ def test_tuning_puts_the_best_that_runs_on_top_of_the_table(monkeypatch, tmp_pat
     blocks.rows.cache_clear()
     blocks.blocks.cache_clear()
     assert len(blocks.rows()) == before + 1
-    found = blocks.blocks(64, 64, 2, "Abacus", 0)
+    found = blocks.blocks(64, 64, 16, "Abacus", 0)
     assert (found.chunk, found.gather.key, found.read.stages) == (64, 64, 2)
     assert blocks.rows()[0].device == "Abacus"
     blocks.rows.cache_clear()

@@ -92,6 +92,8 @@ def main(argv: list[str] | None = None) -> None:
     args = settings(argv)
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
+    if (index := torch.device(args.device).index) is not None and args.device != "cpu":
+        torch.accelerator.set_device_index(index)  # its name is asked for, and it is what is waited for
     with torch.device(args.device) if args.device != "cpu" else nullcontext():
         _measure(args)
 
@@ -103,7 +105,7 @@ def _measure(args: argparse.Namespace) -> None:
         return tune.run(args, measure.say)
     here = measure.machine()
     if args.device != "cpu":
-        here = replace(here, cpu=torch.cuda.get_device_name())
+        here = replace(here, cpu=torch.cuda.get_device_name() if torch.cuda.is_available() else args.device)
     versions = f"torch {here.torch}, cosformer {here.cosformer}"
     print(f"{here.cpu}, {here.threads} threads, {here.isa}; {versions}", flush=True)
     bench = importlib.import_module(f".{args.kind}", __package__)

@@ -107,15 +107,19 @@ def tensors_of(case: Case, heads: int, length: int) -> list[Tensor]:
 def prepare(case: Case | dict) -> Work:
     """A function of no arguments that does the case's work once."""
     case = case if isinstance(case, Case) else Case(**case)
-    work = _prepare_decoding(case) if case.work == "decoding" else _prepare(case)
+    return finished(_prepare_decoding(case) if case.work == "decoding" else _prepare(case))
+
+
+def finished(work: Work) -> Work:
+    """The work, over when it returns: a GPU is waited for."""
     if torch.get_default_device().type == "cpu":
         return work
 
-    def finished() -> None:
+    def waited() -> None:
         work()
         torch.accelerator.synchronize()
 
-    return finished
+    return waited
 
 
 def _prepare(case: Case) -> Work:
@@ -211,12 +215,14 @@ def _runs(case: Case) -> bool:
     return True
 
 
-def gemm_works() -> dict[str, tuple[Work, float]]:
+def gemm_works(dtype: str) -> dict[str, tuple[Work, float]]:
     """Batched matrix products with their flops: the fastest is what a kernel of such products can reach."""
     works: dict[str, tuple[Work, float]] = {}
     for batch, n, m, p in ((8, 1024, 64, 128), (8, 64, 1024, 128), (8, 512, 256, 256), (2, 1024, 1024, 1024)):
-        a, b, out = torch.randn(batch, n, m), torch.randn(batch, m, p), torch.empty(batch, n, p)
-        works[f"gemm {batch}x{n}x{m}x{p}"] = (partial(torch.bmm, a, b, out=out), 2.0 * batch * n * m * p)
+        shapes = (batch, n, m), (batch, m, p), (batch, n, p)
+        a, b, out = (torch.randn(shape).to(getattr(torch, dtype)) for shape in shapes)
+        work = finished(partial(torch.bmm, a, b, out=out))
+        works[f"gemm {batch}x{n}x{m}x{p}, {dtype}"] = (work, 2.0 * batch * n * m * p)
     return works
 
 
@@ -229,18 +235,27 @@ def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
 
     judged = {kind(c): c for c in todo if c.mixer not in ("softmax", "fla") and c.work != "decoding"}
     errors = {key: check(case) for key, case in judged.items()}
-    limits = gemm_works()
-    works: dict = {case: prepare(case) for case in todo} | {name: work for name, (work, _) in limits.items()}
+    # A GPU multiplies half precision many times faster; a CPU may only have it in name.
+    compared = {dtype: "float32" if args.device == "cpu" else dtype for dtype in args.dtypes}
+    products = {dtype: gemm_works(dtype) for dtype in set(compared.values())}
+    works: dict = {case: prepare(case) for case in todo}
+    for some in products.values():
+        works |= {name: work for name, (work, _) in some.items()}
     timed = in_turns(works, seconds=args.seconds, say=say)
-    limit = max(flops / (timed[name]["ms"] * 1e6) for name, (_, flops) in limits.items())
+
+    def limit(dtype: str) -> float:
+        some = products[compared[dtype]].items()
+        return max(flops / (timed[name]["ms"] * 1e6) for name, (_, flops) in some)
+
     weighed = [c for c in todo if c.work == "training" and c.causal == (args.causal != "no")]
     weighed = [c for c in weighed if args.memory and c.mixer != "cosformer"]
     say(f"memory of {len(weighed)} cases")
     measured = peak_memories if args.device == "cpu" else device_memories
     memory = dict(zip(weighed, measured(__name__, [asdict(case) for case in weighed])))
     for case in todo:
-        row = partial(Cost, what="operator", limit_gflops=limit, gflops=case.flops / timed[case]["ms"] / 1e6)
-        yield row(**asdict(case), **timed[case], error=errors.get(kind(case)), memory_mib=memory.get(case))
+        gflops, fields = case.flops / timed[case]["ms"] / 1e6, asdict(case) | timed[case]
+        row = partial(Cost, what="operator", limit_gflops=limit(case.dtype), gflops=gflops, **fields)
+        yield row(error=errors.get(kind(case)), memory_mib=memory.get(case))
 
 
 def notes(rows: list[Cost]) -> list[str]:

@@ -2,11 +2,12 @@
 
 import argparse
 import itertools
+import logging
 from collections.abc import Callable, Iterator
 
 import torch
 
-from ..ops import cosformer_attention
+from ..ops import cosformer_attention, trust
 from ..ops.operator import backend_problem
 from ..ops.triton import blocks
 from ..ops.triton.blocks import Blocks, Row, Tiles
@@ -22,12 +23,15 @@ def run(args: argparse.Namespace, say: Say) -> None:
     problem = backend_problem("triton", args.device)
     if problem is not None:
         raise SystemExit(f"bench: --tune needs a GPU that runs the triton backend: {problem}")
+    from ..ops.triton.device import bits
+
     device = torch.cuda.get_device_name()
+    logging.getLogger("cosformer").setLevel(logging.CRITICAL)  # a failed trial is one choice less
     for size, dtype in itertools.product(args.head_dims, args.dtypes):
-        bytes_ = 2 if dtype == "bfloat16" else 4
+        width = bits(getattr(torch, dtype), torch.device("cuda", torch.cuda.current_device()))
         step = training_step(size, getattr(torch, dtype))
-        start = next(row for row in blocks.rows() if size <= row.size and bytes_ == row.bytes)
-        row = tuned(Row(device, size, bytes_, 0, start.blocks), lambda: seconds(step), say)
+        start = next(row for row in blocks.rows() if size <= row.size and width == row.bits)
+        row = tuned(Row(device, size, width, 0, start.blocks), lambda: seconds(step), say)
         blocks.put(row)
         say("")
         print(f"{device}, size {size}, {dtype}: {tuple(row.blocks)}", flush=True)
@@ -37,13 +41,16 @@ def run(args: argparse.Namespace, say: Say) -> None:
 
 def tuned(row: Row, measure: Callable[[], float], say: Say) -> Row:
     """The row with the best of the choices, one kind after another; what does not run is left out."""
-    best, least = row, _tried(row, measure)
+    failures: list[Exception] = []
+    best, least = row, _tried(row, measure, failures)
     for field in CHOICES:
         for candidate in list(_candidates(best, field)):
             say(f"size {row.size}, {field}: {getattr(candidate.blocks, field)}")
-            took = _tried(candidate, measure)
+            took = _tried(candidate, measure, failures)
             if took < least:
                 best, least = candidate, took
+    if least == float("inf"):
+        raise SystemExit(f"bench: --tune: no block sizes ran at size {row.size}: {failures[0]}")
     return best
 
 
@@ -54,11 +61,13 @@ def _candidates(row: Row, field: str) -> Iterator[Row]:
             yield row._replace(blocks=changed)
 
 
-def _tried(row: Row, measure: Callable[[], float]) -> float:
+def _tried(row: Row, measure: Callable[[], float], failures: list[Exception]) -> float:
     blocks.put(row)
+    trust.forget()  # other block sizes are other kernels: each is on trial by itself
     try:
         return measure()
-    except Exception:  # too much shared memory, or whatever else a compiler says
+    except Exception as error:  # too much shared memory, a failed trial, or whatever else a compiler says
+        failures.append(error)
         return float("inf")
 
 

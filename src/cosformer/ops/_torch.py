@@ -40,7 +40,19 @@ import torch
 from torch import Tensor
 
 from . import packing
-from .call import Backend, Call, Grads, Inputs, Outputs, Upstream, exact_dtype, sum_dtype, theta
+from .call import (
+    Backend,
+    Call,
+    Grads,
+    Inputs,
+    Outputs,
+    Upstream,
+    exact_dtype,
+    lasting,
+    running_sum,
+    sum_dtype,
+    theta,
+)
 
 CHUNK = 128  # of a span with pairs: long enough to keep the GEMMs busy, short enough for the quadratic part
 STRIDE = 1024  # elsewhere nothing is quadratic, and longer steps only save calls
@@ -166,7 +178,9 @@ class _Spans:
         self.lag, self.turn = at[:n, None] - at[:n], None
         self.inside = torch.ones(1, n, n, dtype=self.dtype, device=self.device)
         if call.cosine:
-            radians = theta(call.horizons, self.device)[:, None, None]
+            angles = theta(call.horizons, self.device)
+            lasting(self.device, angles)
+            radians = angles[:, None, None]
             angle = radians * (at[:, None] + call.position)
             self.turn = (angle.cos().to(self.dtype), angle.sin().to(self.dtype))
             self.inside = (radians * self.lag).cos().to(self.dtype)
@@ -215,7 +229,7 @@ class _Spans:
         """The running sum g of the rates in a span, (B or 1, H, n), in float64: strong and weak may mix."""
         assert self.decay is not None
         if self.decay.ndim == 3:
-            return self.decay[:, :, s.lo : s.hi].to(self.exact).cumsum(-1)
+            return running_sum(self.decay[:, :, s.lo : s.hi].to(self.exact))
         return self.decay.to(self.exact)[None, :, None] * torch.arange(1, s.hi - s.lo + 1, device=self.device)
 
     def faded(self, t: Tensor, s: _Span, *, leftward: bool = False) -> Tensor:
@@ -321,7 +335,7 @@ class _Gradients(_Spans):
         if self.decay is None:
             return None
         if self.decay.ndim == 3:
-            return (self.dA_query + self.dA_key).flip(-1).cumsum(-1).flip(-1).to(self.decay.dtype)
+            return running_sum((self.dA_query + self.dA_key).flip(-1)).flip(-1).to(self.decay.dtype)
         at = torch.arange(1, max(self.L, self.S) + 1, device=self.device, dtype=self.exact)
         query, key = self.dA_query * (at[: self.L] + self.q_offset), self.dA_key * at[: self.S]
         return (query.sum((0, 2)) + key.sum((0, 2))).to(self.decay.dtype)

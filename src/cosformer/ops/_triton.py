@@ -3,7 +3,6 @@
 import importlib.util
 import os
 from functools import cache
-from importlib.metadata import version
 
 import torch
 
@@ -42,7 +41,9 @@ def problem() -> str | None:
 
 def info() -> dict[str, object]:
     """Triton's version, and what a small case says of it on this device."""
-    found: dict[str, object] = {"triton": version("triton")}
+    from .triton import device
+
+    found: dict[str, object] = {"triton": device.VERSION}
     if not INTERPRETED:
         found["first trial"] = trust.verdict("triton", KERNELS, torch.device("cuda"))
     return found

@@ -175,6 +175,31 @@ def dense(t: Tensor) -> Tensor:
 
 @lru_cache  # kept from call to call: a decode step is short, and to another device this is a transfer
 def theta(horizons: tuple[float, ...], device: torch.device) -> Tensor:
-    """Radians per position, one for each horizon."""
+    """Radians per position, one for each horizon. They have arrived: whatever stream asks next may read."""
     angles = torch.tensor([math.pi / 2 / h for h in horizons], dtype=exact_dtype(device), device="cpu")
-    return angles.to(device, non_blocking=True)
+    return angles.to(device)
+
+
+_graphs: set[Tensor] = set()
+
+
+def capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured there: nothing may wait for the device or come from the CPU."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def lasting(device: torch.device, *cached: Tensor | None) -> None:
+    """Keeps what a cache may let go of, if a CUDA graph will read it again at every replay."""
+    if capturing(device):
+        _graphs.update(t for t in cached if t is not None)
+
+
+def running_sum(x: Tensor) -> Tensor:
+    """Along the last dimension, each with all before it."""
+    if not torch.are_deterministic_algorithms_enabled():
+        return x.cumsum(-1)
+    step = 1  # torch has no such sum of its own on a GPU, and raises an error there
+    while step < x.shape[-1]:
+        x = x + torch.nn.functional.pad(x[..., :-step], (step, 0))
+        step *= 2
+    return x

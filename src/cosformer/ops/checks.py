@@ -149,8 +149,11 @@ def rates_of(decay: Rates, q: Tensor, k: Tensor, *, self_attention: bool) -> Ten
     """The rates as a tensor (H,) or (B, H, S) in the dtype of sums."""
     (B, H, _, _), S = q.shape, k.shape[2]
     if not isinstance(decay, Tensor):
-        numbers = torch.tensor(rate_list(decay, H), dtype=sum_dtype(q.dtype), device="cpu")
-        decay = numbers.to(q.device, non_blocking=True)
+        numbers, dtype = rate_list(decay, H), sum_dtype(q.dtype)
+        if len(set(numbers)) == 1:  # made there: a CUDA graph can capture it
+            decay = torch.full((H,), numbers[0], dtype=dtype, device=q.device)
+        else:
+            decay = torch.tensor(numbers, dtype=dtype, device="cpu").to(q.device, non_blocking=True)
     if not decay.is_floating_point():
         raise TypeError(f"decay must be a floating-point tensor of rates; got {shown(decay)}")
     if decay.shape != (H,) and decay.shape != (B, H, S):

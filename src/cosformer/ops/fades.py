@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .call import exact_dtype, sum_dtype
+from .call import exact_dtype, running_sum, sum_dtype
 
 
 class Fades(NamedTuple):
@@ -42,7 +42,7 @@ def fades(decay: Tensor | None, k: Tensor, first: Tensor | None = None) -> Fades
     if decay is None:
         g = torch.zeros(B, 1, L, dtype=exact, device=k.device)
     elif decay.ndim == 3:
-        g = decay.to(exact).cumsum(-1)
+        g = running_sum(decay.to(exact))
     else:
         steps = torch.arange(1, L + 1, device=k.device)
         g = (decay.to(exact)[:, None] * steps).expand(B, -1, -1)

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .call import Call, Grads, Inputs, Outputs, Upstream, exact_dtype, projected, sum_dtype
+from .call import Call, Grads, Inputs, Outputs, Upstream, exact_dtype, projected, running_sum, sum_dtype
 from .checks import (
     Horizon,
     Rates,
@@ -227,7 +227,7 @@ class _Totals:
         assert self.left.whole is not None and self.drates is not None
         dg[..., -1] -= self.end.sum(-1) + self.left.whole * self.whole
         if decay.ndim == 3:
-            return self.drates + dg.flip(-1).cumsum(-1).flip(-1).to(decay.dtype)
+            return self.drates + running_sum(dg.flip(-1)).flip(-1).to(decay.dtype)
         steps = torch.arange(1, dg.shape[2] + 1, device=dg.device)
         return self.drates + (dg * steps).sum((0, 2)).to(decay.dtype)
 

@@ -11,13 +11,14 @@ import torch
 from torch import Tensor
 
 from . import _torch
-from .call import Backend, Call, Grads, Inputs, Outputs, Upstream, projected, sum_dtype
+from .call import Backend, Call, Grads, Inputs, Outputs, Upstream, capturing, projected, sum_dtype
 
 LENGTHS = (0, 1, 40, 150)  # of a trial: the one at or below a call's own
 EXACT = 1e-3  # how far apart results in float32 may be, in parts of the largest number ...
 ROUGH = 5e-2  # ... and in half precision, or where products are TF32
 
 _log = logging.getLogger("cosformer")
+_doubts: dict[tuple[str, Backend, "Kind"], str | None] = {}  # what the trials of this process have found
 
 
 class Kind(NamedTuple):
@@ -108,27 +109,44 @@ def difference(ours: Backend, kind: Kind) -> str | None:
     return None
 
 
-@cache
 def doubt(name: str, ours: Backend, kind: Kind) -> str | None:
     """Why a backend is not to be trusted with a kind of call; the first such call waits for the answer."""
+    key = name, ours, kind
+    if key in _doubts:
+        return _doubts[key]
+    if capturing(kind.device):  # nothing may wait there
+        reason: str | None = "there is none while a CUDA graph is captured; run the step once before that"
+    else:
+        reason = _doubts[key] = _trial(ours, kind)
+    if reason is not None:
+        _tell(name, reason, kind)
+    return reason
+
+
+@cache  # once
+def _tell(name: str, reason: str, kind: Kind) -> None:
+    text = "the %s backend failed its trial, and the torch backend runs instead: %s; it was tried with %s"
+    _log.error(text, name, reason, kind)
+
+
+def forget() -> None:
+    """The next call of each kind is a trial again: the backends are no longer what they were."""
+    _doubts.clear()
+
+
+def _trial(ours: Backend, kind: Kind) -> str | None:
     try:
-        reason = difference(ours, kind)
+        return difference(ours, kind)
     except torch.OutOfMemoryError:
         raise  # says nothing of the backend: the call would not have had room either, and another may
     except Exception as error:  # a compiler's or a driver's: whatever it is, it must not end a training run
-        reason = f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
-    if reason is not None:
-        text = "the %s backend failed its trial, and the torch backend runs instead: %s; it was tried with %s"
-        _log.error(text, name, reason, kind)
-    return reason
+        return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
 
 
 def tried(name: str, ours: Backend) -> Backend:
     """The backend on trial. Where it fails the torch backend runs, unless it was asked for by name."""
 
     def chosen(x: Inputs, call: Call) -> Backend:
-        if x.q.is_cuda and torch.cuda.is_current_stream_capturing():
-            return ours  # nothing may wait there; the warm-up before it was the trial
         reason = doubt(name, ours, kind_of(x, call))
         if reason is not None and call.backend == name:
             raise RuntimeError(f"backend {name!r} failed its trial on {x.q.device}: {reason}")
@@ -148,4 +166,7 @@ def verdict(name: str, ours: Backend, device: torch.device) -> str:
     call = Call((1000.0,), causal=True, relu=True)
     x = torch.empty(1, 1, LENGTHS[-1], 64, dtype=torch.bfloat16, device=device)
     rates = torch.empty(1, 1, LENGTHS[-1], device=device)
-    return doubt(name, ours, kind_of(Inputs(x, x, x, rates), call)) or "agrees with the torch backend"
+    try:
+        return doubt(name, ours, kind_of(Inputs(x, x, x, rates), call)) or "agrees with the torch backend"
+    except torch.OutOfMemoryError:
+        return "none: the device has no memory left"

@@ -1,8 +1,9 @@
 """The block sizes of the triton kernels, read from blocks.json: a table by size and device, no autotuner.
 
-A row serves keys and values up to its `size`, factors of matrix products of so many `bytes` (2 for bfloat16,
-4 for the rest), and any device with as much `shared` memory; or, if `device` names one, that alone. The first
-row that serves is taken. `cosformer bench --device cuda --tune` puts the rows of a device on top.
+A row serves keys and values up to its `size`, factors of matrix products of so many `bits` (16: bfloat16, 19:
+TF32, 32: exact float32, which needs more registers), and any device with as much `shared` memory; or, if
+`device` names one, that alone. The first row that serves is taken. `cosformer bench --device cuda --tune`
+puts the rows of a device on top.
 """
 
 import json
@@ -46,7 +47,7 @@ class Row(NamedTuple):
 
     device: str | None
     size: int
-    bytes: int
+    bits: int
     shared: int
     blocks: Blocks
 
@@ -58,8 +59,8 @@ INTERPRETED = Blocks(32, 2, *(Tiles(16, 16, 4, 1) for _ in range(3)))  # so that
 def rows() -> list[Row]:
     """The table of this process."""
     found = []
-    for device, size, bytes_, shared, chunk, steps, *tiles in json.loads(FILE.read_text()):
-        found.append(Row(device, size, bytes_, shared, Blocks(chunk, steps, *(Tiles(*t) for t in tiles))))
+    for device, size, bits, shared, chunk, steps, *tiles in json.loads(FILE.read_text()):
+        found.append(Row(device, size, bits, shared, Blocks(chunk, steps, *(Tiles(*t) for t in tiles))))
     return found
 
 
@@ -76,13 +77,13 @@ def save() -> None:
 
 
 @cache
-def blocks(D: int, E: int, bytes_: int, device: str, shared: int) -> Blocks:
+def blocks(D: int, E: int, bits: int, device: str, shared: int) -> Blocks:
     """Those for a call; `device` is its name, `shared` the shared memory that a program may use there."""
     found = next(
         row.blocks
         for row in rows()
         if max(D, E) <= row.size
-        and bytes_ == row.bytes
+        and bits == row.bits
         and shared >= row.shared
         and row.device in (None, device)
     )

@@ -10,6 +10,7 @@ import triton.language as tl
 from . import blocks as table
 from .blocks import Blocks, fitted
 
+VERSION = triton.__version__  # whatever it was installed as: torch for AMD brings one of another name
 INTERPRETED = triton.knobs.runtime.interpret  # on the CPU: slow, exact, for tests
 
 
@@ -34,10 +35,16 @@ def has_tf32(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
-def blocks(D: int, E: int, bytes_: int, device: torch.device) -> Blocks:
+def bits(dtype: torch.dtype, device: torch.device) -> int:
+    """Of a factor of a matrix product, as the table of block sizes counts them."""
+    rounded, _, precision = arithmetic(dtype, device)
+    return 16 if rounded is tl.bfloat16 else 19 if precision == "tf32" else 32
+
+
+def blocks(D: int, E: int, dtype: torch.dtype, device: torch.device) -> Blocks:
     if INTERPRETED:
         return fitted(table.INTERPRETED, D, E)
-    return table.blocks(D, E, bytes_, *described(device))
+    return table.blocks(D, E, bits(dtype, device), *described(device))
 
 
 @cache

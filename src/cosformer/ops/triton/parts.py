@@ -4,11 +4,15 @@ Rows of one length are cut across: a part has some chunks of every row, and stat
 part. Packed sequences are rows of their own and know nothing of one another: a part has some of them, whole.
 """
 
-from functools import lru_cache
+from collections import OrderedDict
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ..call import capturing, lasting
+
+KEPT = 8  # packings, for all layers of a model: to another device each is a transfer
 
 
 class Part(NamedTuple):
@@ -37,9 +41,34 @@ def cut(rows: int, chunks: int, room: int) -> list[Part]:
     return [Part(rows, b - a, rows * (b - a), skip=a) for a, b in zip(edges, edges[1:])]
 
 
-@lru_cache(maxsize=8)  # for all layers of a model: to another device this is a transfer
+_packings: OrderedDict[tuple, dict[int, Packed]] = OrderedDict()  # by boundaries, ..., then by stream
+
+
 def packed(boundaries: tuple[int, ...], chunk: int, room: int, device: torch.device) -> Packed:
-    """Sequences in parts of as many chunks as there is room for, of one sequence at least."""
+    """Sequences in parts of as many chunks as there is room for, of one sequence at least.
+
+    What is sent to a device on one stream another might read too soon: each has its own. A graph is captured
+    on a stream of its own, too, where nothing can be sent; but before that all streams were waited for.
+    """
+    key, stream = (boundaries, chunk, room, device), _stream(device)
+    known = _packings.pop(key, {})
+    if known and capturing(device):
+        stream = next(iter(known))
+    if stream not in known:
+        known[stream] = _packed(*key)
+    _packings[key] = known
+    if len(_packings) > KEPT:
+        _packings.popitem(last=False)
+    found = known[stream]
+    lasting(device, found.begin, found.end, *(part.table for part in found.parts))
+    return found
+
+
+def _stream(device: torch.device) -> int:
+    return torch.cuda.current_stream(device).cuda_stream if device.type == "cuda" else 0
+
+
+def _packed(boundaries: tuple[int, ...], chunk: int, room: int, device: torch.device) -> Packed:
     cu = torch.tensor(boundaries, device="cpu")
     lengths = cu.diff()
     counts, firsts, filled = (lengths + chunk - 1) // chunk, [0], 0

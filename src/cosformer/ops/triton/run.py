@@ -15,10 +15,9 @@ from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
-import triton.language as tl
 from torch import Tensor
 
-from ..call import Call, Grads, Inputs, Outputs, Upstream, dense, theta
+from ..call import Call, Grads, Inputs, Outputs, Upstream, dense, lasting, running_sum, theta
 from . import device, kernels
 from .blocks import Tiles
 from .parts import Part, cut, packed
@@ -82,7 +81,7 @@ class _Run:
         self.kept = torch.bfloat16 if x.q.dtype == torch.bfloat16 else torch.float32  # see tiles.States
         self.walks = call.causal or self.two_sided
         arithmetic = device.arithmetic(x.q.dtype, self.device)
-        self.blocks = device.blocks(D, E, 2 if arithmetic[1] is tl.bfloat16 else 4, self.device)
+        self.blocks = device.blocks(D, E, x.q.dtype, self.device)
         C = self.blocks.chunk
         _, _, F, columns = self.state_shape
         each = self.H * F * (columns - 1) * self.kept.itemsize * (2 if self.two_sided else 1)
@@ -94,6 +93,7 @@ class _Run:
         rated = None if x.decay is None else ("head", "position")[x.decay.ndim == 3]
         self.options = Options(D, E, C, call.relu, call.cosine, rated, call.signed, *arithmetic)
         angles = theta(call.horizons * (self.H // len(call.horizons)), self.device) if call.cosine else None
+        lasting(self.device, angles)
         self.weights = Weights(angles)
         if x.decay is not None:
             decay = dense(x.decay)
@@ -297,7 +297,7 @@ class _Run:
         """A is the running sum of the rates, or the rate times the position."""
         assert self.x.decay is not None
         if self.x.decay.ndim == 3:
-            total = (query + key).flip(-1).cumsum(-1).flip(-1)
+            total = running_sum((query + key).flip(-1)).flip(-1)
             if self.packed is not None:  # without the sequences behind
                 total = total - torch.nn.functional.pad(total, (0, 1))[..., self.packed.end]
             return total.to(self.x.decay.dtype)
