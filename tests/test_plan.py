@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif("native" not in RUNNING, reason="only the native
 
 @pytest.fixture(autouse=True)
 def empty():
-    plan._plans.clear()
+    plan.clear()
 
 
 def calls_planned() -> int:
@@ -212,7 +212,7 @@ def test_plans_do_not_pile_up(monkeypatch):
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_checkpointed_call_has_no_plan(causal):
     """What it saves, and what its recomputation does, must be alike."""
-    plan._plans.clear()
+    plan.clear()
     q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
 
     def call(q, k, v):
