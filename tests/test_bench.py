@@ -75,6 +75,19 @@ def test_a_backend_is_not_measured_where_it_cannot_run():
     assert {case.backend for case in operators.cases(bench.settings(asked))} == {"torch"}
 
 
+def test_what_is_measured_of_the_operators():
+    """One token, which is the call itself, and 128, where softmax is at its best, beside the longer ones."""
+    asked = operators.cases(
+        bench.settings(["--operators", "cosformer-paper", "softmax", "--backends", "torch"])
+    )
+    lengths = {work: sorted({c.length for c in asked if c.work == work}) for work in bench.WORKS}
+    assert lengths["forward"] == [1, *lengths["training"]] and lengths["training"][0] == 128
+    assert {(c.mixer, c.causal) for c in asked if c.length == 1} == {
+        (mixer, causal) for mixer in ("cosformer-paper", "softmax") for causal in (False, True)
+    }
+    operators.prepare(next(c for c in asked if c.length == 1))()
+
+
 def test_mixers(tmp_path, capsys):
     asked = ["--mixers", "cosformer", "softmax", "bigbird", "--no-memory", "--lengths"]
     rows = run(tmp_path / "results.jsonl", *asked, "64", "128", "256")

@@ -14,8 +14,8 @@ import torch
 from conftest import RUNNING
 from judge import assert_close, inputs, judge, on, rates, value_and_grads
 
-from cosformer import cosformer_attention
-from cosformer.ops import _native, operator
+from cosformer import cosformer_attention, reference
+from cosformer.ops import _native, linear_attention, operator
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif("native" not in RUNNING, reason="the native kernel is not built")
@@ -37,6 +37,36 @@ def test_threads(threads, n, heads, causal, decay):
     threads(n)
     q, k, v = inputs(B=1, H=heads, Hk=heads, L=1500, S=1500, D=12, E=9)
     judge(on("native"), q, k, v, causal=causal, decay=rates(decay, 1, heads, 1500), horizon=2000)
+
+
+@pytest.mark.parametrize("length", [1, 15, 17, 64, 96, 97, 127, 128, 129])
+@pytest.mark.parametrize("horizon", [200, math.inf])
+@pytest.mark.parametrize("causal", [False, True])
+def test_short_sequences(length, horizon, causal):
+    """One chunk without a state up to a length that depends on who wants the state, and on the cosine."""
+    mask = torch.rand(2, length) > 0.3
+    for decay in (None, "head", "position"):
+        for key_mask, size in ((None, 64), (mask, 33)):
+            q, k, v = inputs(L=length, S=length, D=64, E=size)
+            options = {"decay": rates(decay, 2, 4, length), "key_mask": key_mask, "horizon": horizon}
+            judge(on("native"), q, k, v, causal=causal, **options)
+            with torch.no_grad():
+                plain = cosformer_attention(q, k, v, causal=causal, backend="native", **options)
+                exact = [x.double() for x in (q, k, v)]
+                wanted = reference.attention(*exact, causal=causal, **options)
+            assert_close(plain, wanted)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_short_packed_sequences_of_signed_features(causal):
+    q, k, v = inputs(B=1, H=3, Hk=3, L=150, S=150, D=40, E=24, dtype=torch.bfloat16)
+    cu = torch.tensor([0, 1, 1, 70, 150])
+    options = {"causal": causal, "horizon": 300, "signed": True, "eps": 1.0}
+    packed = linear_attention(q, k, v, cu_seqlens=cu, backend="native", **options)
+    for a, b in zip(cu[:-1].tolist(), cu[1:].tolist()):
+        part = [x[:, :, a:b].double() for x in (q, k, v)]
+        alone = linear_attention(*part, backend="torch", **options)
+        assert_close(packed[:, :, a:b], alone)
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from conftest import RUNNING
 from judge import assert_close, inputs, judge, rates
+from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.skipif("native" not in RUNNING, reason="only the native
 
 @pytest.fixture(autouse=True)
 def empty():
-    plan._plans.clear()
+    plan.clear()
 
 
 def calls_planned() -> int:
@@ -38,6 +39,42 @@ def test_the_second_call_is_judged_like_the_first(causal, decay, masked):
             judge_values = cosformer_attention(q, k, v, **options)
         assert_close(judge_values, cosformer_attention(q, k, v, backend="torch", **options))
     assert calls_planned() == 2  # one with a graph and one without
+
+
+def test_a_call_like_the_last_is_known_without_its_key(monkeypatch):
+    q, k, v = (x.requires_grad_() for x in inputs(L=9, S=9))
+    dout = torch.randn(2, 4, 9, 5)
+    kinds = [{}, {"decay": torch.rand(4)}, {"decay": torch.rand(2, 4, 9), "causal": True}]
+    calls = [partial(cosformer_attention, q, k, v, horizon=20, **kind) for kind in kinds]
+    wanted = [torch.autograd.grad(call(), (q, k, v), dout) for call in calls]
+    monkeypatch.delattr(plan, "_alike")
+    for call, grads in zip(calls, wanted):
+        for got, want in zip(torch.autograd.grad(call(), (q, k, v), dout), grads):
+            assert torch.equal(got, want)
+    for another in (q[:1], q.detach(), q.double(), q.transpose(1, 2).contiguous().transpose(1, 2)):
+        with pytest.raises(NameError, match="_alike"):
+            cosformer_attention(another, k, v, horizon=20)
+    for mode in (torch.no_grad(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16)):
+        with mode, pytest.raises(NameError, match="_alike"):
+            calls[0]()
+    with pytest.raises(NameError, match="_alike"):
+        torch.func.vmap(lambda n: calls[0]() + n)(torch.randn(3))
+    with forward_ad.dual_level(), pytest.raises(NotImplementedError, match="no forward-mode derivative"):
+        cosformer_attention(forward_ad.make_dual(q, q), k, v, horizon=20)
+
+
+def test_without_guards_a_call_is_found_by_its_key(monkeypatch):
+    monkeypatch.delattr(plan.guards, "TensorGuards")
+    for _ in range(2):
+        judge(cosformer_attention, *inputs(L=9, S=9), horizon=20)
+    assert calls_planned() == 1 and backward_plans() == 1
+
+
+def test_one_tensor_as_all_three():
+    x = torch.randn(2, 4, 9, 6)
+    for _ in range(2):
+        out = cosformer_attention(x, x, x, horizon=20)
+        assert_close(out, cosformer_attention(x, x, x, horizon=20, backend="torch"))
 
 
 def test_a_stream_goes_on_by_its_plan():
@@ -212,7 +249,7 @@ def test_plans_do_not_pile_up(monkeypatch):
 @pytest.mark.parametrize("causal", [True, False])
 def test_a_checkpointed_call_has_no_plan(causal):
     """What it saves, and what its recomputation does, must be alike."""
-    plan._plans.clear()
+    plan.clear()
     q, k, v = (torch.randn(1, 2, 9, 8, requires_grad=True) for _ in range(3))
 
     def call(q, k, v):

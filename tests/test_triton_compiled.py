@@ -156,7 +156,7 @@ def built(monkeypatch):
 
     for module in (operator, plan):
         monkeypatch.setattr(module, "choose", lambda *_: _triton.KERNELS)
-    plan._plans.clear()
+    plan.clear()
     monkeypatch.setattr(checks, "readable", lambda x: False)  # nothing is computed
     with step.absent("sm_90", launch):
         yield found

@@ -23,7 +23,8 @@ from .measure import Say, Work, device_memories, in_turns, peak_memories
 NAMES = ("cosformer-paper", "cosformer", "softmax", "published", "fla")
 OURS = ("cosformer-paper", "cosformer")  # the cosine; no cosine, and a decay for each head and position
 DECAYED = ("cosformer", "fla")
-LENGTHS = [256, 512, 1024, 2048, 4096, 16384]
+LENGTHS = [128, 256, 512, 1024, 2048, 4096, 16384]
+ALONE = 1  # token: a forward that is little but the call around the kernel
 DECODED_AFTER = (100, 100_000)  # tokens
 LONGEST_SOFTMAX = 16_384  # beyond it a step takes minutes
 
@@ -172,15 +173,16 @@ def cases(args: argparse.Namespace) -> list[Case]:
     if "fla" in (args.operators or ()) and (args.device == "cpu" or find_spec("fla") is None):
         needed = "--device cuda, and `pip install flash-linear-attention`"
         raise SystemExit(f"bench: operator 'fla' needs {needed}")
-    default = [n for n in NAMES if n not in DECAYED and not (args.quick and n == "published")]
+    usual = [n for n in NAMES if n not in DECAYED and not (args.quick and n == "published")]
     operators: list[tuple[str, str | None]] = []
-    for name in args.operators or default:
+    for name in args.operators or usual:
         operators += [(name, backend) for backend in (args.backends or here if name in OURS else [None])]
     modes = [mode for mode in (False, True) if args.causal in ("both", "yes" if mode else "no")]
     chosen = []
     every = itertools.product(operators, args.work, modes, args.head_dims, args.dtypes)
     for (name, backend), work, causal, head_dim, dtype in every:
-        for length in DECODED_AFTER if work == "decoding" else args.lengths or LENGTHS:
+        default = [ALONE, *LENGTHS] if work == "forward" else LENGTHS
+        for length in DECODED_AFTER if work == "decoding" else args.lengths or default:
             case = Case(name, backend, work, causal, length, args.heads, head_dim, dtype)
             if _in_reach(case):
                 chosen.append(case)

@@ -4,15 +4,21 @@ A short call is mostly Python: what is checked, and what the kernel is told. Bot
 the tensors' shapes, strides and dtypes alone, so a call that was checked makes a plan under these, by which
 it and all like it run; its backward is packed once, too. Where torch traces, maps or casts there are no
 plans, and all is done anew; so it is with a backend that makes none.
+
+The key of a plan takes longer to put together than a small call to run. Most calls are like the last with
+their options, and that torch's own guards see ten times as fast.
 """
 
+from collections.abc import Sequence
+from operator import itemgetter
 from types import NoneType
 from typing import Any
 
 import torch
-from torch import Tensor, is_grad_enabled
+from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
 from torch._C import _are_functorch_transforms_active, _dispatch_keys, _is_any_autocast_enabled, _is_tracing
 from torch._C._autograd import _top_saved_tensors_default_hooks
+from torch._C._dynamo import guards
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
@@ -26,17 +32,46 @@ MOST = 512  # plans: where every call has its own shape they are of no use, and 
 _LASTING = frozenset((bool, int, float, str, type, NoneType))  # options that cannot change behind a key
 
 _plans: dict[tuple, "Plan"] = {}
+_latest: dict[tuple, "Plan"] = {}  # under what of a key is known without a look into the tensors
+
+
+class _Like:
+    """Tells tensors that are like those it was made of, where they are given and missing alike.
+
+    It may say no to those that `_alike` takes for like, as it does to one tensor given twice, but never yes
+    to others, nor where a mode or a transform is at work that was not there before.
+    """
+
+    __slots__ = ("_check", "_given")
+
+    def __init__(self, tensors: Sequence[Tensor | None]):
+        given = [i for i, x in enumerate(tensors) if x is not None]
+        self._given = itemgetter(*given)  # three at least: q, k and v
+        there = self._given(tensors)
+        sizes, strides = [list(x.shape) for x in there], [list(x.stride()) for x in there]
+        make = getattr(guards, "TensorGuards", None)  # without it every call is found by its key
+        self._check = (
+            make(*there, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+            if make is not None
+            else lambda *_: False
+        )
+
+    def __call__(self, tensors: Sequence[Tensor | None]) -> bool:
+        return self._check(*self._given(tensors))
 
 
 class Plan:
     """What is left to do of a call."""
 
-    __slots__ = ("backend", "backwards", "call", "graph", "last", "run")
+    __slots__ = ("backend", "backwards", "call", "graph", "last", "latest", "like", "run")
 
-    def __init__(self, run: Run, backend: Backend, call: Call, *, graph: bool, length: int):
+    def __init__(self, run: Run, backend: Backend, x: Inputs, call: Call, *, graph: bool):
         self.run, self.call, self.graph = run, call, graph
-        self.backend, self.backwards = backend, dict[tuple | None, RunBackward]()
-        self.last = min(call.horizons) - length + 1  # the position up to which a stream's start is in reach
+        self.like = _Like((x.q, x.k, x.v, x.decay, x.key_mask, x.state))
+        self.backend, self.backwards = backend, dict[tuple | None, tuple[_Like, RunBackward]]()
+        self.latest: dict[bool, tuple[_Like, RunBackward]] = {}  # of the backwards, with and without dafter
+        # the position up to which a stream's start is in reach
+        self.last = min(call.horizons) - x.q.shape[2] + 1
 
     def __call__(self, q, k, v, decay, key_mask, state=None, position=0) -> tuple[Tensor, Any]:
         """The output and, if it is wanted, the state after it."""
@@ -48,51 +83,78 @@ class Plan:
 
     def gradients(self, dout, dafter, tensors, out, after, rest, position) -> Grads:
         """Of the tensors of a call that this plan ran; what was saved of it may have been elsewhere since."""
-        like = None if dout is None or is_grad_enabled() else _alike(dout, dafter, *tensors, out, after, rest)
-        run = self.backwards.get(like)
+        given = (dout, dafter, *tensors, out, after, rest)
+        planned = dout is not None and not is_grad_enabled() and not _is_watched()
+        found = self.latest.get(dafter is None) if planned else None
         norms = out.numel() // out.shape[3]
-        if run is None:
-            q, k, v, decay, key_mask, state = tensors
-            x, call = Inputs(q, k, v, decay, key_mask, None, state), self.call._replace(position=position)
-            hidden = None if after is not None or len(rest) == norms else rest[norms:]
-            whole = after if hidden is None else hidden.view(call.state_shape(q, v))
-            y = Outputs(out, rest[:norms].view(out.shape[:3]), whole)
-            mapped = any(t is not None and is_functorch_wrapped_tensor(t) for t in (dout, dafter))
-            if like is not None and not mapped:
-                run = self.backend.plan_backward(Upstream(dout, dafter), x, y, call)
-            if run is None:
-                return gradients(dout, dafter, x, y, call)
-            if len(self.backwards) >= MOST:
-                self.backwards.clear()
-            self.backwards[like] = run
+        if found is None or not found[0](given):
+            like = _alike(*given) if planned else None
+            found = self.backwards.get(like)
+            if found is None:
+                q, k, v, decay, key_mask, state = tensors
+                x = Inputs(q, k, v, decay, key_mask, None, state)
+                call = self.call._replace(position=position)
+                hidden = None if after is not None or len(rest) == norms else rest[norms:]
+                whole = after if hidden is None else hidden.view(call.state_shape(q, v))
+                y, run = Outputs(out, rest[:norms].view(out.shape[:3]), whole), None
+                mapped = any(t is not None and is_functorch_wrapped_tensor(t) for t in (dout, dafter))
+                if like is not None and not mapped:
+                    run = self.backend.plan_backward(Upstream(dout, dafter), x, y, call)
+                if run is None:
+                    return gradients(dout, dafter, x, y, call)
+                if len(self.backwards) >= MOST:
+                    self.backwards.clear()
+                found = self.backwards[like] = _Like(given), run
+            self.latest[dafter is None] = found
         norm_at, after_at = rest.data_ptr(), 0
         if after is not None:
             after_at = after.data_ptr()
         elif len(rest) > norms:
             after_at = norm_at + 4 * norms
-        return run(dout, dafter, *tensors, out, norm_at, after_at, position)
+        return found[1](dout, dafter, *tensors, out, norm_at, after_at, position)
 
 
 def find(tensors: tuple, options: tuple) -> tuple[tuple | None, Plan | None]:
-    """The key under which calls like this one are kept, None if none are, and the plan that is there.
+    """The key under which calls like this one are kept, None if none are or it was not needed, and the plan.
 
     The tensors are q, k, v, decay, key_mask, state. Options that are equal must mean the same: True == 1.
     """
-    like = _alike(*tensors)
-    if like is None or _top_saved_tensors_default_hooks(False) is not None:
+    if _is_watched() or _top_saved_tensors_default_hooks(False) is not None:
         return None, None  # checkpointing's hooks compare what is saved, which must not depend on plans
-    key = (is_grad_enabled(), like, options)
+    _, _, _, decay, key_mask, state = tensors
+    missing = decay is None, key_mask is None, state is None
+    kind = (is_grad_enabled(), is_inference_mode_enabled(), missing, options)
     try:
-        return key, _plans.get(key)
+        plan = _latest.get(kind)
     except TypeError:  # an option that has no hash
         return None, None
+    if plan is not None and plan.like(tensors):
+        return None, plan
+    like = _alike(*tensors)
+    if like is None:
+        return None, None
+    plan = _plans.get((kind, like))
+    if plan is not None:
+        _latest[kind] = plan
+    return (kind, like), plan
+
+
+def clear() -> None:
+    """Forget all plans."""
+    _plans.clear()
+    _latest.clear()
+
+
+def _is_watched() -> bool:
+    """Whether there are no plans now, for a reason that the tensors do not show."""
+    return is_compiling() or forward_ad._current_level >= 0
 
 
 def _alike(*tensors) -> tuple | None:
     """What tensors must share to be taken by one plan; None where there are no plans."""
-    if is_compiling() or _is_tracing() or is_in_torch_dispatch_mode() or _is_any_autocast_enabled():
+    if _is_tracing() or is_in_torch_dispatch_mode() or _is_any_autocast_enabled():
         return None
-    if forward_ad._current_level >= 0 or _are_functorch_transforms_active():
+    if _are_functorch_transforms_active():
         return None
     like = list[Any]()
     for x in tensors:
@@ -109,7 +171,7 @@ def make(key: tuple | None, x: Inputs, call: Call, given: Rates | None) -> Plan 
     """A plan for calls like this one, which was checked; `given` are its rates before any cast."""
     if key is None or x.decay is not given or any(is_functorch_wrapped_tensor(t) for t in x if t is not None):
         return None
-    recording, _, options = key
+    recording, _, _, options = key[0]
     lasting = [n for option in options for n in (option if type(option) is tuple else (option,))]
     if not _LASTING.issuperset(map(type, lasting)):
         return None
@@ -119,8 +181,8 @@ def make(key: tuple | None, x: Inputs, call: Call, given: Rates | None) -> Plan 
     if run is None:
         return None
     if len(_plans) >= MOST:
-        _plans.clear()
-    plan = _plans[key] = Plan(run, backend, call, graph=graph, length=x.q.shape[2])
+        clear()
+    plan = _plans[key] = _latest[key[0]] = Plan(run, backend, x, call, graph=graph)
     return plan
 
 

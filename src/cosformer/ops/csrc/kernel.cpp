@@ -66,6 +66,7 @@ class Task {
     Task(const Sequence &sequence, int64_t threads) : s(sequence), threads_(threads), worker_(s) {}
 
     void forward() {
+        if (s.is_pairwise()) return worker_.forward_pairs({0, s.L, true, true});
         Carry carry = worker_.carry(true, false);
         if (s.state_in.data) worker_.import_state(carry.s, s.state_in);
         if (s.causal) {
@@ -280,7 +281,7 @@ int run(const cosformer_call &call, const cosformer_grads *grads) try {
     const int64_t heads = call.B * call.H, tasks = heads * static_cast<int64_t>(order.size());
     int64_t threads = host::forked() ? 1 : call.threads;
     const bool one_token = !grads && call.causal && call.L == 1 && call.S == 1 && !call.q_offset && call.state_in.data && call.state_out.data;
-    if (one_token && tasks * call.D * call.E < 1 << 16) threads = 1;  // waking a thread would take longer
+    if (heads * (call.L + call.S) * call.D * call.E < 1 << 17) threads = 1;  // waking a thread would take longer
     const bool share = tasks < threads;  // then all threads work on one task at a time
     std::atomic<bool> refused{false};
     in_parallel(tasks, share ? 1 : threads, [&](int64_t i) {

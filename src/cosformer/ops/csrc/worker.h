@@ -29,20 +29,19 @@ class Worker {
             for (float **p : {&q, &k, &dx}) matrix(*p, C, ldD);
             for (float **p : {&phi, &dphi}) matrix(*p, C, ldF);
             for (float **p : {&v, &dy, &y}) matrix(*p, C, ldE);
-            for (float **p : {&weights, &scores, &dscores}) matrix(*p, C, ldC);
+            for (float **p : {&scores, &dscores}) matrix(*p, C, ldC);
+            if (s.rate_per_position) matrix(weights, C, ldC);
             matrix(xt, D, ldC), matrix(phit, F, ldC);
             for (float **p : {&vt, &yt}) matrix(*p, E + 1, ldC);
             for (float **p : {&state_s, &state_t}) matrix(*p, E + 1, ldF);
             for (float **p : {&lost_s, &lost_t}) if (s.is_long()) matrix(*p, E + 1, ldF);
             for (float **p : {&read_by[0], &read_by[1], &push_by[0], &push_by[1], &row_sums}) matrix(*p, 1, ldC);
-            matrix(cosines, 1, 2 * ldC);
+            matrix(by_distance, 1, 2 * ldC);
             for (double **p : {&turn_cos, &turn_sin, &rates, &before, &after, &running}) scratch.take(*p, ldC);
         });
-        turn();
-        if (!s.rate_per_position) {  // else chunk by chunk
-            for (int64_t i = 0; i < C; i++) rates[i] = s.rate ? std::exp(-static_cast<double>(*s.rate)) : 1;
-            if (s.causal || s.rate) weigh(std::min({C, s.L, s.S}));
-        }
+        const double rate = s.rate && !s.rate_per_position ? std::exp(-static_cast<double>(*s.rate)) : 1;
+        turn(rate);
+        std::fill_n(rates, C, rate);  // those of positions follow chunk by chunk
     }
 
     // The states of a sweep that no other thread takes part in.
@@ -83,6 +82,27 @@ class Worker {
         carry.decay *= total;
     }
 
+    // The forward of a sequence that is one chunk whose every query sees every key: there is no state, and rows need no transposing.
+    void forward_pairs(const Chunk &c) {
+        place(c, Sweep());
+        load_keys(c), load_queries(c);
+        transpose(q, ldD, c.n, D, xt, ldC);
+        for (int64_t i = 0; i < c.n; i += COLS) {
+            gemm<Plain>(c.n, COLS, D, k, ldD, xt + i, ldC, scores, ldC, 0, soon);
+            vec sums[VECS] = {};
+            for (int64_t j = 0; j < c.n; j++) {
+                keep(scores + j * ldC, weight(j, i), i, 0, c.n);
+                for (int n = 0; n < VECS; n++) sums[n] += load(scores + j * ldC + n * W);
+            }
+            for (int n = 0; n < VECS; n++) store(row_sums + i + n * W, sums[n]);
+            gemm<Transposed>(std::min<int64_t>(COLS, c.n - i), E, c.n, scores, ldC, v, ldE, y + i * ldE, ldE, 0, soon);
+        }
+        for (int64_t i = 0; i < c.n; i++) {
+            if (s.norm) s.norm[i] = row_sums[i];
+            s.out.put(i, y + i * ldE, E, 1 / s.clamp(row_sums[i]));
+        }
+    }
+
     // Backward: queries pull from S and push T; keys pull and read from T and push S.
     void backward(const Chunk &c, Carry &carry, const Sweep &sweep, bool emit, bool push) {
         bool local = emit && sweep.local && c.queries && c.keys;
@@ -121,11 +141,12 @@ class Worker {
     float *phi, *phit;            // phi of what pushes, phi^T of what reads, decay included
     float *y, *yt;                // rows read
     float *dy, *dphi, *dx;        // gradients: of a row read, of phi, of q or k
-    float *weights;               // (C, C) cos(theta (i - j)) exp(-|A_i - A_j|), symmetric
+    float *weights = nullptr;     // (C, C) cos(theta (i - j)) exp(-|A_i - A_j|), symmetric, where each position has its rate
+    float *by_distance;           // the same where it depends on C + i - j alone; else the cosine
     float *scores, *dscores;      // the chunk's s_ij, and their gradient times the weight
     float *state_s, *state_t, *lost_s = nullptr, *lost_t = nullptr;
     float *read_by[2], *push_by[2];  // per part and position: cosine or sine, times the decay to or from the chunk's edge
-    float *row_sums, *cosines;
+    float *row_sums;
     double *turn_cos, *turn_sin;  // of theta * i
     double *rates, *before, *after, *running;  // exp(-rate), and its products: see cosformer.h
     double total = 1;             // decay over the chunk
@@ -133,14 +154,15 @@ class Worker {
     Soon soon;
 
     // cos and sin of theta * i by repeated rotation: in double, C steps cost nothing.
-    void turn() {
+    void turn(double rate) {
         double c = std::cos(s.theta), sn = std::sin(s.theta);
         turn_cos[0] = 1, turn_sin[0] = 0;
         for (int64_t i = 1; i < C; i++) {
             turn_cos[i] = turn_cos[i - 1] * c - turn_sin[i - 1] * sn;
             turn_sin[i] = turn_sin[i - 1] * c + turn_cos[i - 1] * sn;
         }
-        for (int64_t i = 0; i < C; i++) cosines[C + i] = cosines[C - i] = static_cast<float>(turn_cos[i]);
+        double fade = 1;
+        for (int64_t i = 0; i < C; i++, fade *= rate) by_distance[C + i] = by_distance[C - i] = static_cast<float>(fade * turn_cos[i]);
     }
 
     // weights of an n x n chunk.  Row by row, each the neighbour's times one rate; in double, so that n roundings do not add up.
@@ -149,12 +171,14 @@ class Worker {
             for (int64_t j = from; j < to; j++) running[j] *= rate;
             running[i] = 1;
             float *w = weights + i * ldC;
-            const float *cosine = cosines + C - i;
+            const float *cosine = by_distance + C - i;
             for (int64_t j = std::min(from, i); j < std::max(to, i + 1); j++) w[j] = static_cast<float>(running[j]) * cosine[j];
         };
         for (int64_t i = 0; i < n; i++) row(i, 0, i, rates[i]);
         for (int64_t i = n - 1; i >= 0; i--) row(i, i + 1, n, i + 1 < n ? rates[i + 1] : 1);
     }
+
+    const float *weight(int64_t i, int64_t j) const { return s.rate_per_position ? weights + i * ldC + j : by_distance + C - i + j; }
 
     // Angles and decay factors of the chunk's positions.
     void place(const Chunk &c, const Sweep &sweep) {
@@ -275,6 +299,10 @@ class Worker {
 
     // COLS entries of a row of the chunk's matrix, from column j on, times their weights; those outside [from, to) are not seen.
     static void keep(float *a, const float *w, int64_t j, int64_t from, int64_t to) {
+        if (from <= j && j + COLS <= to) {
+            for (int n = 0; n < COLS; n += W) store(a + n, load(a + n) * load(w + n));
+            return;
+        }
         ivec column;
         for (int i = 0; i < W; i++) column[i] = static_cast<int>(j + i);
         for (int n = 0; n < COLS; n += W, column += W) {
@@ -288,7 +316,7 @@ class Worker {
         for (int64_t i = 0; i < c.n; i += COLS) {
             int64_t keys = s.causal ? std::min(c.n, i + COLS) : c.n;  // up to the strip's last query
             gemm<Plain>(keys, COLS, D, k, ldD, xt + i, ldC, scores, ldC, 0, soon);
-            for (int64_t j = 0; j < keys; j++) keep(scores + j * ldC, weights + j * ldC + i, i, s.causal ? j : 0, c.n);
+            for (int64_t j = 0; j < keys; j++) keep(scores + j * ldC, weight(j, i), i, s.causal ? j : 0, c.n);
             gemm<Transposed>(E + 1, COLS, keys, v, ldE, scores, ldC, yt + i, ldC, 1, soon);
         }
     }
@@ -314,9 +342,9 @@ class Worker {
             gemm<Plain>(c.n - first, COLS, E + 1, dy + first * ldE, ldE, vt + j, ldC, dscores + first * ldC + j, ldC, 0, soon);
             for (int64_t i = first; i < c.n; i++) {
                 int64_t at = i * ldC + j, end = s.causal ? i + 1 : c.n;
-                keep(scores + at, weights + at, j, 0, end);
+                keep(scores + at, weight(i, j), j, 0, end);
                 if (s.dA) differentiate_decay(c, i, j, end);
-                keep(dscores + at, weights + at, j, 0, end);
+                keep(dscores + at, weight(i, j), j, 0, end);
             }
         }
     }
