@@ -148,6 +148,8 @@ def drive(folder: Path, faults: int) -> None:
             file = place / (f"rng_state_{rng.randrange(2)}.pth" if processes == 2 and "rng" in name else name)
             if not file.exists():  # a finished model has no optimizer
                 file = place / "model.safetensors"
+            if not file.exists():  # the last fault took it, and the run was killed before it was made again
+                continue
             damage(file, rng)
             found["damaged"].append([damage.__name__, place.name, file.name])
         finish(out, processes)

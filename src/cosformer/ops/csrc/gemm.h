@@ -36,9 +36,10 @@ enum Layout { Plain, Transposed };
 
 // c (R x COLS) = alpha * c + a (R x steps) * b (steps x COLS).  alpha == 0 means that c holds nothing yet.  The product is summed apart
 // and then added, for c may be large beside it.  With `lost`, of c's shape, that sum is compensated: what rounding takes from c is kept
-// there and enters the next sum, so that however many they are they lose no digits.
+// there and enters the next sum, so that however many they are they lose no digits.  Not inlined: how much of it the compiler would copy
+// where changes with every product that is added elsewhere, and by 5 to 10 % the time of those that were there.
 template <int R, Layout A>
-inline void tile(int64_t steps, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc, float alpha, float *lost) {
+__attribute__((noinline)) void tile(int64_t steps, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc, float alpha, float *lost) {
     vec acc[R][VECS];
     for (int r = 0; r < R; r++)
         for (int n = 0; n < VECS; n++) acc[r][n] = lost && alpha != 0 ? alpha * load(lost + r * ldc + n * W) : vec{};
