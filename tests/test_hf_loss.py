@@ -79,8 +79,24 @@ def test_a_model_trains_by_chunks_as_by_the_whole(kind):
         out = model(input_ids=x, labels=x)
         out.loss.backward()
         grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
-        assert (out.logits is None) == (loss == "chunked")
+        assert (out.logits is None) == (loss == "chunked" or kind == "CosformerForMaskedLM")
     torch.testing.assert_close(grads[1], grads[0])
+
+
+@pytest.mark.parametrize("items", [None, 7])
+def test_masked_models_score_the_tokens_that_are_asked_for(items):
+    model, x = toy_model(hf.CosformerForMaskedLM), token_ids()
+    labels = x.masked_fill(torch.rand(x.shape) < 0.8, -100)
+    judged = model.eval()(input_ids=x, labels=labels, num_items_in_batch=items)
+    assert judged.logits.shape[:2] == x.shape
+    parameters = list(model.parameters())
+    want = torch.autograd.grad(judged.loss, parameters)
+    scored = []
+    model.decoder.register_forward_hook(lambda module, given, out: scored.append(out.shape[:-1].numel()))
+    out = model.train()(input_ids=x, labels=labels, num_items_in_batch=items)
+    assert out.logits is None and scored == [int((labels != -100).sum())]
+    torch.testing.assert_close(out.loss, judged.loss)
+    torch.testing.assert_close(torch.autograd.grad(out.loss, parameters), want)
 
 
 def test_masked_models_have_it_and_heads_without_it_say_so():

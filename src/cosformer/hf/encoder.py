@@ -18,7 +18,7 @@ from transformers.models.llama.modeling_llama import LlamaPreTrainedModel, Llama
 from transformers.utils import can_return_tuple
 
 from .configuration import CosformerEncoderConfig
-from .loss import without_logits
+from .loss import labelled, without_logits
 from .parallel import labels_of
 from .pooling import Pooling
 from .pretrained import CosformerPreTrained
@@ -117,9 +117,14 @@ class CosformerForMaskedLM(EncoderHead):
         self, input_ids=None, attention_mask=None, labels=None, num_items_in_batch=None, **kwargs
     ) -> MaskedLMOutput:
         """`num_items_in_batch`, from the Trainer: the hidden tokens of all processes and accumulated batches
-        together; the loss is this batch's share of their mean."""
-        hidden = self.head(self.hidden(input_ids, attention_mask, **kwargs))
-        return MaskedLMOutput(**self.read_off(hidden, self.decoder, labels, num_items_in_batch))
+        together; the loss is this batch's share of their mean. In training there are no logits beside a loss:
+        six of seven tokens are not asked for, and their scores are most of the work."""
+        hidden = self.hidden(input_ids, attention_mask, **kwargs)
+        training = self.training and labels is not None
+        if training:
+            hidden, labels = labelled(hidden, labels)
+        found = self.read_off(self.head(hidden), self.decoder, labels, num_items_in_batch)
+        return MaskedLMOutput(loss=found["loss"]) if training else MaskedLMOutput(**found)
 
 
 class CosformerForSequenceClassification(TextHead):

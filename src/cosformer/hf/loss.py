@@ -29,6 +29,15 @@ def without_logits(
     return one_vs_each(*given, samples=config.loss_samples, total=total)
 
 
+def labelled(hidden: Tensor, labels: Tensor, *, ignore: int = -100) -> tuple[Tensor, Tensor]:
+    """The tokens that have a label, (1, n, C) and (1, n); all of them where to count them is to wait."""
+    if not labels.is_cpu or torch.compiler.is_compiling():
+        return hidden, labels
+    asked = (labels != ignore).flatten().nonzero().flatten()
+    chosen = hidden.flatten(0, 1).index_select(0, asked), labels.flatten().index_select(0, asked)
+    return chosen[0][None], chosen[1][None]
+
+
 def chunked(
     hidden: Tensor,
     weight: Tensor,
