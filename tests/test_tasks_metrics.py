@@ -1,6 +1,7 @@
 """Metrics against sums done by hand."""
 
 import math
+import random
 from types import SimpleNamespace
 
 import numpy as np
@@ -12,6 +13,7 @@ from cosformer.tasks.metrics import (
     TokenScores,
     class_choice,
     class_metrics,
+    edits,
     language_metrics,
     token_choice,
 )
@@ -93,6 +95,21 @@ def test_seq2seq_metrics_tell_teacher_forcing_from_generation():
         and worse["sequence_accuracy"] == 0.0
     )
     assert 0 < worse["chrf"] < 100
+    assert perfect["word_error_rate"] == 0 and worse["word_error_rate"] == pytest.approx(1 / 5)
+
+
+def plain_edits(a, b):
+    if not a or not b:
+        return len(a) + len(b)
+    either = min(plain_edits(a[1:], b), plain_edits(a, b[1:])) + 1
+    return min(either, plain_edits(a[1:], b[1:]) + (a[0] != b[0]))
+
+
+def test_edits_are_levenshteins():
+    rng = random.Random(0)
+    for _ in range(200):
+        a, b = (rng.choices(["x", "y", "long word"], k=rng.randrange(6)) for _ in range(2))
+        assert edits(a, b) == plain_edits(a, b)
 
 
 def test_evaluation_by_the_trainer_gives_the_same_numbers(tmp_path):

@@ -83,11 +83,26 @@ def token_choice(output: Any, labels: Tensor) -> Tensor:
     return torch.nn.functional.pad(output.argmax(-1), (1, 0), value=FORCED) if output.ndim == 3 else output
 
 
+def edits(said: list[str], meant: list[str]) -> int:
+    """Levenshtein's distance: the fewest words put in, left out and replaced to turn one into the other.
+
+    A row a word; an insertion costs one for each place it moves along the row, so their best is a running
+    minimum of what is left when the places are taken off.
+    """
+    words, places = np.array(meant, object), np.arange(len(meant) + 1)
+    row = places
+    for i, word in enumerate(said, 1):
+        changed = np.minimum(row[1:] + 1, row[:-1] + (words != word))
+        row = np.minimum.accumulate(np.concatenate([[i], changed]) - places) + places
+    return int(row[-1])
+
+
 class Seq2SeqMetrics:
     """What depends on how predictions were made.
 
     From teacher forcing: token_accuracy, and sequence_accuracy (every token right). From generation:
-    sequence_accuracy, and BLEU and chrF of the decoded text where there is a tokenizer.
+    sequence_accuracy, and of the decoded text, where there is a tokenizer, BLEU, chrF and word_error_rate
+    (edits for each word of the target; of phonemes, where those are the words).
     """
 
     def __init__(self, *, eos: int, pad: int, tokenizer: Any = None):
@@ -109,6 +124,9 @@ class Seq2SeqMetrics:
             said, meant = ([*map(decode, rows)] for rows in (made, wanted))
             found["bleu"] = sacrebleu.corpus_bleu(said, [meant]).score
             found["chrf"] = sacrebleu.corpus_chrf(said, [meant]).score
+            pairs = [(s.split(), m.split()) for s, m in zip(said, meant)]
+            words = sum(len(m) for _, m in pairs)
+            found["word_error_rate"] = sum(edits(*pair) for pair in pairs) / max(1, words)
         return found
 
     def _until_end(self, row: np.ndarray) -> list[int]:
