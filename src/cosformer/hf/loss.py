@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..ops import checks
+
 LOSSES = ("softmax", "chunked", "one-vs-each")
 
 
@@ -31,7 +33,7 @@ def without_logits(
 
 def labelled(hidden: Tensor, labels: Tensor, *, ignore: int = -100) -> tuple[Tensor, Tensor]:
     """The tokens that have a label, (1, n, C) and (1, n); all of them where to count them is to wait."""
-    if not labels.is_cpu or torch.compiler.is_compiling():
+    if not checks.readable(labels) or torch.compiler.is_compiling():
         return hidden, labels
     asked = (labels != ignore).flatten().nonzero().flatten()
     chosen = hidden.flatten(0, 1).index_select(0, asked), labels.flatten().index_select(0, asked)
