@@ -10,7 +10,7 @@ from conftest import RUNNING, moved
 pytest.importorskip("transformers")
 
 from cosformer.decay import Gate
-from cosformer.hf import CosformerConfig, CosformerForCausalLM, stack
+from cosformer.hf import CosformerConfig, CosformerForCausalLM, decoder, loop, stack, step
 
 pytestmark = pytest.mark.skipif("native" not in RUNNING, reason="the native kernel is not built")
 
@@ -53,15 +53,25 @@ def ways(monkeypatch):
     class Ways(list):
         def general(self):
             monkeypatch.setattr(stack, "next_token", lambda *args: None)
+            monkeypatch.setattr(decoder, "next_logits", lambda *args: None)
+            monkeypatch.setattr(loop.Loop, "of", lambda *args: None)
 
-    taken, real = Ways(), stack.next_token
+    taken, at_once, next_token = Ways(), step.Ready.__call__, stack.next_token
 
-    def watched(*args):
-        hidden = real(*args)
-        taken.append(hidden is not None)
+    def watched(self, *args):
+        hidden = at_once(self, *args)
+        if hidden is not None:
+            taken.append(True)
         return hidden
 
-    monkeypatch.setattr(stack, "next_token", watched)
+    def refused(*args):
+        hidden = next_token(*args)
+        if hidden is None:
+            taken.append(False)
+        return hidden
+
+    monkeypatch.setattr(step.Ready, "__call__", watched)
+    monkeypatch.setattr(stack, "next_token", refused)
     return taken
 
 
@@ -148,6 +158,22 @@ def changed_norm(it):
     it.model.layers[1].post_attention_layernorm.variance_epsilon = 1.0
 
 
+def changed_last_norm(it):
+    it.model.norm.variance_epsilon = 1.0
+
+
+def changed_head(it):
+    it.lm_head.weight.data = it.lm_head.weight.data * 2
+
+
+def changed_embedding(it):
+    it.model.embed_tokens.weight = torch.nn.Parameter(it.model.embed_tokens.weight.data * 2)
+
+
+def listened_to_head(it):
+    it.lm_head.register_forward_hook(lambda module, args, out: out * 0.5)
+
+
 def changed_gate(it):
     class Own(Gate):
         def forward(self, x):
@@ -176,6 +202,10 @@ def replaced_forward(it):
         changed_strides,
         changed_norm,
         changed_gate,
+        changed_last_norm,
+        changed_head,
+        changed_embedding,
+        listened_to_head,
         listened_to,
         replaced_forward,
     ],

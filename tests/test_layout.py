@@ -56,7 +56,7 @@ ORDER = {
         "cache loss parallel pooling sizes",
         "interface",
         "configuration pretrained step",
-        "seq2seq stack",
+        "loop seq2seq stack",
         "decoder encoder",
     ],
     "tasks": [

@@ -83,6 +83,9 @@ class StreamLayer(KeptLayer):
     the tokens since the last `crop` are kept, and those that stay are read again.
     """
 
+    _kept: LayerState | None = None
+    ahead = 0  # tokens that are in the tensors of `_kept`, but not in its position
+
     def __init__(self) -> None:
         super().__init__()
         self.record_past = False
@@ -90,6 +93,18 @@ class StreamLayer(KeptLayer):
         self.since: list[Tokens] = []  # ... and what was read after it
         self.replay = False
         self.owned: LayerState | None = None  # what is kept, if nobody else has its tensors
+
+    @property
+    def kept(self) -> LayerState | None:
+        if self.ahead and self._kept is not None:
+            state = self._kept.mixer
+            following = State(state.tensor, state.position + self.ahead, state.horizons)
+            self.kept = self.owned = LayerState(following, self._kept.last)
+        return self._kept
+
+    @kept.setter
+    def kept(self, kept: LayerState | None) -> None:
+        self._kept, self.ahead = kept, 0
 
     def own(self) -> LayerState | None:
         """What is kept, in contiguous tensors that may be changed in place, by one who then calls `advance`;
@@ -102,11 +117,13 @@ class StreamLayer(KeptLayer):
             )
         return self.owned
 
+    def owns(self, kept: LayerState) -> bool:
+        """Whether `own` gave this, and would again."""
+        return self._kept is kept and self.owned is kept and not (self.record_past or self.replay)
+
     def advance(self) -> None:
         """One more token is in what is kept, which was changed in place."""
-        state = self.kept.mixer
-        following = State(state.tensor, state.position + 1, state.horizons)
-        self.kept = self.owned = LayerState(following, self.kept.last)
+        self.ahead += 1
 
     def stream(self, interior: Interior, tokens: Tokens) -> Tensor:
         """The next tokens through a layer's interior: their output (B, L, .)."""
@@ -126,7 +143,7 @@ class StreamLayer(KeptLayer):
 
     def get_seq_length(self) -> int:
         if not self.replay:
-            return super().get_seq_length()
+            return 0 if self._kept is None else self._kept.position + self.ahead
         return (0 if self.origin is None else self.origin.position) + self._recorded()
 
     def _recorded(self) -> int:

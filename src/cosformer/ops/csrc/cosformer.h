@@ -159,10 +159,24 @@ typedef struct {
     void *last[3];                 /* q, k, v before the convolution: (B, width - 1, channels) contiguous, the newest token last */
 } cosformer_kept;
 
-int cosformer_step(const cosformer_block *blocks, const cosformer_kept *kept, int64_t count, int64_t dtype, float *x /* (B, C) */,
-                   int64_t B, int64_t C, int64_t position, int64_t threads);
+/* What stands before and after the blocks of a language model: x = embeddings[ids] + positions[places], logits = head n. */
+typedef struct {
+    const void *embeddings;        /* (vocabulary, C) */
+    int64_t vocabulary;
+    const void *positions;         /* (most, C), or NULL */
+    int64_t most;
+    const void *norm;
+    double norm_eps;
+    cosformer_linear head;
+} cosformer_ends;
 
-/* These return 0, 1 when memory ran out, or 2 when a decay rate is negative, infinite or NaN; then the output means nothing.
+/* x (B, C) comes in, or is made of ids (B,) and, where positions are learned, places (B,); it goes out changed.  logits (B, head.rows) or
+ * NULL. */
+int cosformer_step(const cosformer_block *blocks, const cosformer_kept *kept, int64_t count, int64_t dtype, float *x, int64_t B, int64_t C,
+                   int64_t position, int64_t threads, const cosformer_ends *ends, const int64_t *ids, const int64_t *places, float *logits);
+
+/* These return 0, 1 when memory ran out, 2 when a decay rate is negative, infinite or NaN, or 3 when a table has no such row (nothing is
+ * changed then); the output means nothing.
  * Places that are NULL are those in the call itself. */
 int cosformer_forward(const cosformer_call *call, const cosformer_places *places);
 int cosformer_backward(const cosformer_call *call, const cosformer_grads *grads, const cosformer_places *places,
