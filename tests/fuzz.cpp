@@ -205,7 +205,18 @@ bool one_step() {
             for (int64_t h = 0; h < b.heads; h++) theta[h] = 0.01;
             b.theta = theta;
         }
-        kept[i].state = numbers(B * b.heads * b.size * (b.theta ? 2 : 1) * (b.size + 1));
+        if (chance(30)) {
+            b.softmax = 1, kept[i].room = position + pick(1, 20);
+            const int64_t count = B * b.heads * kept[i].room * b.size;
+            kept[i].keys = parameters(count), kept[i].values = parameters(count);
+            if (b.size > 1 && chance(50)) {
+                double *turns = allocate<double>(b.size / 2);
+                for (int64_t d = 0; d < b.size / 2; d++) turns[d] = 0.1;
+                b.turns = turns;
+            }
+        } else {
+            kept[i].state = numbers(B * b.heads * b.size * (b.theta ? 2 : 1) * (b.size + 1));
+        }
         for (int p = 0; p < 3 && b.conv_width; p++)
             b.conv[p] = parameters(channels[p] * b.conv_width), kept[i].last[p] = parameters(B * (b.conv_width - 1) * channels[p]);
     }

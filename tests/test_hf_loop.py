@@ -1,4 +1,4 @@
-"""generate's own loop writes what transformers' loop writes, to whoever listens, and leaves it what is not plain."""
+"""generate's loop writes what transformers' writes, to all who listen, and leaves it what is not plain."""
 
 import copy
 
@@ -33,7 +33,7 @@ def ids(rows: int = 1, length: int = 7) -> torch.Tensor:
 
 @pytest.fixture
 def loops(monkeypatch):
-    """The loops that were ours, and `loops.theirs()` to have none; loops.calls counts transformers' tokens."""
+    """The loops that were ours; `theirs()` to have none; `calls` counts tokens made as transformers does."""
 
     class Loops(list):
         calls = 0

@@ -55,7 +55,8 @@ ORDER = {
     "hf": [
         "cache loss parallel pooling sizes",
         "interface",
-        "configuration pretrained step",
+        "blocks configuration pretrained",
+        "step",
         "loop seq2seq stack",
         "decoder encoder",
     ],

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
 from ..layer import Interior, LayerState, Tokens
+from ..mixers.keys import Keys, room, with_room
 from ..ops.state import State
 
 
@@ -98,7 +99,10 @@ class StreamLayer(KeptLayer):
     def kept(self) -> LayerState | None:
         if self.ahead and self._kept is not None:
             state = self._kept.mixer
-            following = State(state.tensor, state.position + self.ahead, state.horizons)
+            if isinstance(state, Keys):
+                following: Any = state.behind(self.ahead)
+            else:
+                following = State(state.tensor, state.position + self.ahead, state.horizons)
             self.kept = self.owned = LayerState(following, self._kept.last)
         return self._kept
 
@@ -108,14 +112,19 @@ class StreamLayer(KeptLayer):
 
     def own(self) -> LayerState | None:
         """What is kept, in contiguous tensors that may be changed in place, by one who then calls `advance`;
-        None where a way back must be kept."""
+        keys have room for one more behind them. None where a way back must be kept."""
         if self.record_past or self.replay or self.kept is None:
             return None
-        if self.kept is not self.owned:
-            self.kept = self.owned = mapped(
-                self.kept, lambda t: t.clone(memory_format=torch.contiguous_format)
-            )
+        keys = self.kept.mixer if type(self.kept.mixer) is Keys else None
+        if self.kept is not self.owned or (keys is not None and room(keys.k) <= keys.k.shape[2]):
+            own = mapped(self.kept, _cloned) if keys is None else mapped(self.kept.last, _cloned)
+            self.kept = self.owned = own if keys is None else LayerState(with_room(keys), own)
         return self.owned
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether some of the keys that it keeps are not seen."""
+        return self._kept is not None and getattr(self._kept.mixer, "key_mask", None) is not None
 
     def owns(self, kept: LayerState) -> bool:
         """Whether `own` gave this, and would again."""
@@ -211,6 +220,10 @@ class CosformerCache(DynamicCache):
 def encoder_decoder_cache(layers: int) -> EncoderDecoderCache:
     """The decoder's cache: its own tokens, and what its cross attention read from the encoder."""
     return EncoderDecoderCache(CosformerCache(layers), CosformerCache(layers, kind=KeptLayer))
+
+
+def _cloned(t: Tensor) -> Tensor:
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 def tensors(kept: Any) -> Iterator[Tensor]:

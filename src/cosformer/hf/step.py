@@ -8,6 +8,7 @@ asks for more than the last hidden state or logits goes the general way, which `
 compares this one with.
 """
 
+import math
 from collections.abc import Iterator
 from operator import is_
 from typing import Any, cast
@@ -17,11 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from ..decay import LARGEST_EXPONENT, Decay, Gate
-from ..layer import Interior, LayerState, ShortConvolution
-from ..mixers.kernel import Cosformer, Identity, Kernel, Relu
+from ..layer import LayerState
+from ..mixers.keys import Keys, room
 from ..ops.state import State
-from ..ops.step import Block, Blocks, Ends, Linear, takes
+from ..ops.step import Block, Blocks, takes
+from .blocks import block_of, ends_of, is_heard, outer
 from .cache import CosformerCache
 from .interface import padding, reaches
 
@@ -60,17 +61,20 @@ def next_logits(
 
 
 def ready_for_ids(model: Any, cache: CosformerCache, rows: int) -> "Ready | None":
-    """What takes the next tokens of so many rows from their numbers to their logits; None where it may not."""
+    """What takes the next tokens of so many rows from their numbers to their logits; None if it may not."""
     stack = model.model
     if model.training or stack.training or not takes(stack.norm.weight, rows):
         return None
     found: _Found | None = _known.get(model)
     if found is None or not found.current:
         found = _known[model] = _Found(stack, model)
-    return None if found.ends is None or _heard(stack) else _ready(found, cache, rows)
+    return None if found.ends is None or is_heard(stack) else _ready(found, cache, rows)
 
 
 def _ready(found: "_Found", cache: CosformerCache, rows: int) -> "Ready | None":
+    layers: list[Any] = cache.layers
+    if any(layers[i].is_masked for i in found.softmax):
+        found = found.linear
     ready: Ready | None = _bound.get(cache)
     if ready is None or ready.found is not found or not ready.holds(cache, rows):
         ready = _bound[cache] = Ready(found, cache, rows)
@@ -90,16 +94,23 @@ class Ready:
 
     def __init__(self, found: "_Found", cache: CosformerCache, rows: int):
         self.found, self.rows = found, rows
+        self._bind(cache)
+
+    def _bind(self, cache: CosformerCache) -> None:
+        found = self.found
         self.layers: list[Any] = [cache.layers[i] for i in found.taken]
         kept = [layer.own() for layer in self.layers]
         position = self.layers[0].get_seq_length() if kept else 0
         blocks = [found.blocks[i] for i in found.taken]
-        self.fits = bool(kept) and all(_fits(k, b, rows, position) for k, b in zip(kept, blocks))
+        self.fits = bool(kept) and all(_fits(k, b, self.rows, position) for k, b in zip(kept, blocks))
         if self.fits:
             self.kept = cast(list[LayerState], kept)
-            tensors = {i: (k.mixer.tensor, *k.last) for i, k in zip(found.taken, self.kept)}
+            tensors = {i: _tensors(k) for i, k in zip(found.taken, self.kept)}
             self._tensors = [t for of in tensors.values() for t in of]
             self._places = [*map(Tensor.data_ptr, self._tensors)]
+            self.room = min(
+                (room(k.mixer.k) for k in self.kept if isinstance(k.mixer, Keys)), default=math.inf
+            )
             self._packed = [
                 None if isinstance(run, nn.Module) else run[0].packed([tensors[i] for i in run[1]])
                 for run in found.runs
@@ -128,10 +139,14 @@ class Ready:
         return None if self(cache, x, ids, places, logits) is None else logits
 
     def __call__(self, cache, x: Tensor, ids=None, places=None, logits=None) -> Tensor | None:
-        """x (B, C), in float32, after all blocks; None, with nothing changed, where there is no such token."""
+        """x (B, C), in float32, after all blocks; None, with nothing changed, if there is no such token."""
         found, position = self.found, self.layers[0].get_seq_length()
         if not reaches(position + 1, found.reach, causal=True):
             return None
+        if position >= self.room:  # of keys
+            self._bind(cache)
+            if not self.fits:
+                return None
         last = len(found.runs) - 1
         for i, (run, packed) in enumerate(zip(found.runs, self._packed)):
             if packed is None:
@@ -145,40 +160,53 @@ class Ready:
         return x
 
 
+def _tensors(kept: LayerState) -> tuple[Tensor, ...]:
+    state = kept.mixer
+    return ((state.k, state.v) if isinstance(state, Keys) else (state.tensor,)) + kept.last
+
+
 def _fits(kept, block: Block, rows: int, position: int) -> bool:
-    """Whether what a layer keeps is a plain state of this block's, for so many rows.
+    """Whether what a layer keeps is a plain state, or are plain keys, of this block's, for so many rows.
 
     The kernel writes where it is told: what is kept of another model must not reach it.
     """
     state = None if kept is None else kept.mixer
-    if type(state) is not State or state.position != position:
+    if type(state) is not (Keys if block.softmax else State) or state.position != position:
         return False
-    tensors = (state.tensor, *kept.last)
-    if [(t.shape, t.dtype) for t in tensors] != block.kept(rows):
+    tensors, shapes = _tensors(kept), block.kept(rows, position)
+    if [(t.shape, t.dtype) for t in tensors] != shapes or not all(t.is_cpu for t in tensors):
         return False
+    if isinstance(state, Keys):
+        plain = state.key_mask is None and len(state.at) == position
+        rooms = [room(t) for t in (state.k, state.v)]
+        return plain and rooms[0] == rooms[1] > position and all(t.is_contiguous() for t in kept.last)
     plain = state.origin is None and state.fade is None and not state.start
     made, own = (
         list(h) * (block.heads // len(h)) for h in (state.horizons or block.horizons, block.horizons)
     )
     plain = plain and made == own  # one for all is the same as one per head
-    return plain and all(t.is_cpu and t.is_contiguous() for t in tensors)
+    return plain and all(t.is_contiguous() for t in tensors)
 
 
 class _Found:
     """The blocks of a stack: runs of those that the kernel takes, and single ones that it does not.
 
-    Of a language model also its ends: then the first run and the last are the kernel's, be they without a block.
+    Of a language model also its ends: then the first run and the last are the kernel's, be they without
+    blocks. With `softmax` false, softmax layers are not taken: keys that are masked are not the kernel's.
     """
 
-    def __init__(self, stack: Any, model: Any = None):
+    def __init__(self, stack: Any, model: Any = None, *, softmax: bool = True):
         layers = list(stack.layers)
-        blocks = [_block(layer, stack.parts) for layer in layers]
-        self.blocks = {i: block for i, block in enumerate(blocks) if block is not None}
+        blocks = [block_of(layer, stack.parts) for layer in layers]
+        known = {i: block for i, block in enumerate(blocks) if block is not None}
+        self.blocks = {i: block for i, block in known.items() if softmax or not block.softmax}
+        self.softmax = [i for i, block in self.blocks.items() if block.softmax]
+        self.linear = _Found(stack, model, softmax=False) if self.softmax else self
         self.taken = list(self.blocks)
         self.reach = min((layers[i].self_attn.interior.mixer.reach for i in self.taken), default=0)
         self.width, self.dtype = stack.norm.weight.shape[0], stack.norm.weight.dtype
         own = all((b.norm.shape[0], b.dtype) == (self.width, self.dtype) for b in self.blocks.values())
-        self.ends = _ends(stack, model) if model is not None and own else None
+        self.ends = ends_of(stack, model) if model is not None and own else None
         self.vocabulary = 0 if self.ends is None else len(self.ends.head.weight)
         self.learned = self.ends is not None and self.ends.positions is not None
         runs: list[Any] = [] if self.ends is None else [[]]
@@ -198,7 +226,7 @@ class _Found:
         parts = [m for layer in layers for m in layer.modules()]
         entries = [(stack._modules, "layers", stack.layers)]
         if model is not None:
-            parts += [part for part in _outer(stack, model) if part is not None]
+            parts += [part for part in outer(stack, model) if part is not None]
             entries += [(model._modules, "model", stack), (model._modules, "lm_head", model.lm_head)]
             names = ("embed_tokens", "embed_positions", "norm")
             entries += [(stack._modules, name, stack._modules.get(name)) for name in names]
@@ -222,111 +250,9 @@ class _Found:
         return all(run[0].current for run in self.runs if isinstance(run, tuple))
 
 
-def _outer(stack: Any, model: Any) -> tuple[Any, Any, Any, Any]:
-    return stack.embed_tokens, stack._modules.get("embed_positions"), stack.norm, model.lm_head
-
-
-def _ends(stack: Any, model: Any) -> Ends | None:
-    """What stands around the blocks; None if the kernel does not take it."""
-    table, positions, norm, head = _outer(stack, model)
-    tables = [table] if positions is None else [table, positions]
-    plain = all(type(t) is nn.Embedding and t.max_norm is None for t in tables)
-    if (
-        not plain
-        or type(norm) is not stack.parts[-1]
-        or type(head) is not nn.Linear
-        or _heard(norm, head, *tables)
-    ):
-        return None
-    at = None if positions is None else positions.weight
-    ends = Ends(table.weight, norm.weight, norm.variance_epsilon, Linear(head.weight, head.bias), at)
-    return ends if ends.is_taken() and table.weight.shape[1] == norm.weight.shape[0] else None
-
-
-def _heard(*modules: nn.Module) -> bool:
-    """Whether somebody listens to a module, or has given it another forward."""
-    return any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in modules)
-
-
 def _entries(module: nn.Module) -> Iterator[tuple[dict, str, object]]:
     """Where a module holds its parts: (dict, name, part); and that its forward is its class's."""
     for owned in (module._modules, module._parameters, module._buffers):
         for name, part in owned.items():
             yield owned, name, part
     yield module.__dict__, "forward", module.__dict__.get("forward")
-
-
-def _block(layer: Any, parts: tuple[type, ...]) -> Block | None:
-    """What the kernel reads of a block; None if it does not take it: `parts` are the classes it knows."""
-    if type(layer) is not parts[0]:
-        return None
-    layer = cast(Any, layer)
-    norms = layer.input_layernorm, layer.post_attention_layernorm
-    if tuple(map(type, (layer.self_attn, layer.mlp, *norms))) != (*parts[1:], parts[-1]):
-        return None
-    heard = _heard(*layer.modules())
-    attention, mlp = layer.self_attn, layer.mlp
-    interior = attention.interior
-    mixer = interior.mixer
-    linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    plain = type(interior) is Interior and all(type(linear) is nn.Linear for linear in linears)
-    dropping = any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in layer.modules())
-    plain = plain and not dropping and norms[0].variance_epsilon == norms[1].variance_epsilon
-    if heard or _has_any_global_hook() or not plain or not _is_linear(mixer) or not _is_silu(mlp.act_fn):
-        return None
-    decay = getattr(mixer, "decay", None)
-    gates = [getattr(decay, "gate", None), interior.gate]
-    if any(gate is not None and type(gate) is not Gate for gate in gates):
-        return None
-    convs = [] if interior.conv is None else list(interior.conv.values())
-    if any(type(conv) is not ShortConvolution or conv.ahead for conv in convs):
-        return None
-    rate_gate, output_gate = (None if gate is None else Linear(gate.weight, gate.bias) for gate in gates)
-    q, k, v, o, gate, up, down = (Linear(linear.weight, linear.bias) for linear in linears)
-    horizon = mixer.horizon_of(0)
-    block = Block(
-        heads=mixer.heads,
-        kv_heads=k.weight.shape[0] // mixer.head_dim,
-        size=mixer.head_dim,
-        norm=norms[0].weight,
-        mlp_norm=norms[1].weight,
-        norm_eps=norms[0].variance_epsilon,
-        q=q,
-        k=k,
-        v=v,
-        o=o,
-        gate=gate,
-        up=up,
-        down=down,
-        horizons=horizon if isinstance(horizon, tuple) else (horizon,),
-        relu=mixer.relu,
-        signed=mixer.signed,
-        eps=mixer.eps,
-        rates=None if decay is None else decay.constant,
-        rate_gate=rate_gate,
-        largest_exponent=LARGEST_EXPONENT,
-        output_gate=output_gate,
-        conv=tuple(conv.weight for conv in convs),
-        q_norm=None if interior.q_norm is None else interior.q_norm.weight,
-        k_norm=None if interior.k_norm is None else interior.k_norm.weight,
-        qk_norm_eps=interior.norm_eps,
-    )
-    return block if block.is_taken() else None
-
-
-def _is_linear(mixer: Any) -> bool:
-    """Whether a mixer's stream is the core's, on q and k as they are."""
-    if not isinstance(mixer, Kernel) or type(mixer) not in (Cosformer, Relu, Identity):
-        return False
-    decay: Decay | None = getattr(mixer, "decay", None)
-    changed = (
-        (decay is not None and decay.log_rates is not None)
-        or getattr(mixer, "both_signs", False)
-        or mixer.positions is not None
-    )
-    return mixer.streaming is True and not changed and mixer.backend in (None, "native")
-
-
-def _is_silu(activation: object) -> bool:
-    return type(activation).__name__ in ("SiLU", "SiLUActivation")

@@ -9,7 +9,6 @@ A block written in torch is thirty short calls for one token, and their overhead
 """
 
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -58,6 +57,8 @@ class Block:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     qk_norm_eps: float = 0.0
+    softmax: bool = False  # over all keys and values, in place of a state ...
+    turns: Tensor | None = None  # ... with rotary positions: radians per position (size / 2,), in float64
 
     def linears(self) -> tuple[Linear | None, ...]:
         return self.q, self.k, self.v, self.o, self.gate, self.up, self.down, self.rate_gate, self.output_gate
@@ -71,11 +72,14 @@ class Block:
     def dtype(self) -> torch.dtype:
         return self.norm.dtype
 
-    def kept(self, rows: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of what a stream of so many rows keeps: its state, and the last of q, k and v."""
+    def kept(self, rows: int, position: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of what a stream of so many rows keeps after so many tokens: its state, or its
+        keys and values, and the last of q, k and v."""
         features = 2 * self.size if min(self.horizons) < math.inf else self.size
-        state = (rows, self.heads, features, self.size + 1), torch.float32
-        return [state, *(((rows, taps.shape[1] - 1, taps.shape[0]), self.dtype) for taps in self.conv)]
+        states = [((rows, self.heads, features, self.size + 1), torch.float32)]
+        if self.softmax:
+            states = [((rows, self.heads, position, self.size), self.dtype)] * 2
+        return [*states, *(((rows, taps.shape[1] - 1, taps.shape[0]), self.dtype) for taps in self.conv)]
 
     def is_taken(self) -> bool:
         """Whether the kernel reads such tensors."""
@@ -124,7 +128,7 @@ class Blocks:
             theta(b.horizons * (b.heads // len(b.horizons)), cpu) if min(b.horizons) < torch.inf else None
             for b in blocks
         ]
-        self._packed, self._count = b"".join(map(_packed, blocks, self._angles)), len(blocks)
+        self._packed, self._blocks = b"".join(map(_packed, blocks, self._angles)), list(blocks)
         self._ends = None if ends is None else _packed_ends(ends)
 
     @property
@@ -140,12 +144,14 @@ class Blocks:
         """What this reads, so that it stays while the list is kept, whatever the parameters become."""
         return [t.detach() for t in self._tensors]
 
-    @staticmethod
-    def packed(kept: Sequence[tuple[Tensor, ...]]) -> bytes:
-        """Where the streams are, for `__call__`: for each block its state (B, H, F, E + 1) and the last q, k and
-        v that its convolution looks back at, (B, width - 1, channels) each: all contiguous."""
-        places = [at for tensors in kept for at in (*map(Tensor.data_ptr, tensors), 0, 0, 0)[:4]]
-        return struct.pack(f"={len(places)}q", *places)
+    def packed(self, kept: Sequence[tuple[Tensor, ...]]) -> bytes:
+        """Where the streams are, for `__call__`.
+
+        For each block its state (B, H, F, E + 1), or of softmax its keys and values (B, H, S, D) with room
+        for one more behind them, and the last q, k and v that its convolution looks back at, (B, width - 1,
+        channels) each, contiguous.
+        """
+        return b"".join(map(_packed_kept, self._blocks, kept))
 
     def __call__(
         self,
@@ -162,7 +168,8 @@ class Blocks:
         float32 are filled. False where there is no row for an id or a place: then nothing is changed.
         """
         ends = self._ends
-        return _rows.step(self._packed, kept, self._count, self.dtype, x, position, ends, ids, places, logits)
+        count = len(self._blocks)
+        return _rows.step(self._packed, kept, count, self.dtype, x, position, ends, ids, places, logits)
 
 
 def takes(x: Tensor, rows: int) -> bool:
@@ -186,10 +193,10 @@ def _packed(b: Block, angles: Tensor | None) -> bytes:
     ]
     width = b.conv[0].shape[1] if b.conv else 0
     return _native.BLOCK.pack(
-        b.heads, b.kv_heads, b.size, len(b.gate.weight), width, b.relu, b.signed,
+        b.heads, b.kv_heads, b.size, len(b.gate.weight), width, b.relu, b.signed, b.softmax,
         b.eps, b.norm_eps, b.qk_norm_eps, b.largest_exponent,
         _at(b.norm), _at(b.mlp_norm), _at(b.q_norm), _at(b.k_norm),
-        *linears, *(map(_at, b.conv or (None, None, None))), _at(b.rates), _at(angles),
+        *linears, *(map(_at, b.conv or (None, None, None))), _at(b.rates), _at(angles), _at(b.turns),
     )  # fmt: skip
 
 
@@ -197,3 +204,10 @@ def _packed_ends(e: Ends) -> bytes:
     tables = [(0, 0) if t is None else (_at(t), len(t)) for t in (e.embeddings, e.positions)]
     head = _at(e.head.weight), _at(e.head.bias), len(e.head.weight)
     return _native.ENDS.pack(*tables[0], *tables[1], _at(e.norm), e.norm_eps, *head)
+
+
+def _packed_kept(b: Block, tensors: tuple[Tensor, ...]) -> bytes:
+    states, last = tensors[: 1 + b.softmax], (*tensors[1 + b.softmax :], None, None, None)[:3]
+    state = 0 if b.softmax else states[0].data_ptr()
+    keys = (*map(Tensor.data_ptr, states), states[0].stride(1) // b.size) if b.softmax else (0, 0, 0)
+    return _native.KEPT.pack(state, *map(_at, last), *keys)

@@ -145,18 +145,22 @@ typedef struct {
 
 typedef struct {
     int64_t heads, kv_heads, size, hidden, conv_width, relu, signed_norm;
+    int64_t softmax;               /* over the keys and values that are kept, in place of all that a state and its rates need */
     double eps, norm_eps, qk_norm_eps, largest_exponent;
     const void *norm, *mlp_norm, *q_norm, *k_norm;
     cosformer_linear q, k, v, o, gate, up, down, rate_gate, output_gate;
     const void *conv[3];           /* of q, k, v: (channels, width), the newest token first */
     const float *rates;            /* (heads,), times exp(min(rate_gate n, largest_exponent)) where that gate is */
     const double *theta;           /* (heads,) or NULL: no cosine */
+    const double *turns;           /* of softmax: (size / 2,) radians per position by which rotary positions turn pairs, or NULL */
 } cosformer_block;
 
 /* What a block keeps of a stream; all of it is changed in place. */
 typedef struct {
     float *state;                  /* (B, heads, F, size + 1) contiguous */
     void *last[3];                 /* q, k, v before the convolution: (B, width - 1, channels) contiguous, the newest token last */
+    void *keys, *values;           /* of softmax: (B, heads, room, size), as many of them filled as there were tokens, fewer than room */
+    int64_t room;
 } cosformer_kept;
 
 /* What stands before and after the blocks of a language model: x = embeddings[ids] + positions[places], logits = head n. */

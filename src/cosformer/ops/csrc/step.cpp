@@ -6,60 +6,14 @@
 #include <cstdint>
 #include <vector>
 
+#include "attend.h"
 #include "cosformer.h"
 #include "decode.h"
+#include "dots.h"
 #include "host.h"
 #include "parallel.h"
 
 namespace {
-
-typedef uint16_t narrow __attribute__((vector_size(2 * W), aligned(2)));
-typedef uint32_t wide __attribute__((vector_size(4 * W)));
-
-inline vec load(const Bf16 *p) {  // written out where the compiler makes five instructions of the conversion
-#if defined(__AVX512F__)
-    const wide bits = reinterpret_cast<wide>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p))));
-#elif defined(__AVX2__)
-    const wide bits = reinterpret_cast<wide>(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))));
-#else
-    const wide bits = __builtin_convertvector(*reinterpret_cast<const narrow *>(p), wide);
-#endif
-    return reinterpret_cast<vec>(bits << 16);
-}
-
-// Bytes that weights are asked for ahead of their use: the processor itself looks ahead no further than a page, and begins anew with each.
-constexpr int64_t AHEAD = 8192;
-
-inline float total(vec x) {
-    float halves[W];
-    store(halves, x);
-    for (int h = W / 2; h; h /= 2)
-        for (int i = 0; i < h; i++) halves[i] += halves[i + h];
-    return halves[0];
-}
-
-// dots of w with N rows of x, all of n numbers
-template <int N, class T>
-inline void dots(const T *w, const float *x, int64_t n, float *y) {
-    constexpr int P = 4;
-    vec sums[N][P] = {};
-    int64_t i = 0;
-    for (; i + P * W <= n; i += P * W) {
-        const char *ahead = reinterpret_cast<const char *>(w + i) + AHEAD;
-        for (size_t line = 0; line < P * W * sizeof(T); line += 64) __builtin_prefetch(ahead + line);
-        for (int p = 0; p < P; p++) {
-            const vec part = load(w + i + p * W);
-            for (int r = 0; r < N; r++) sums[r][p] += part * load(x + r * n + i + p * W);
-        }
-    }
-    for (; i + W <= n; i += W)
-        for (int r = 0; r < N; r++) sums[r][0] += load(w + i) * load(x + r * n + i);
-    for (int r = 0; r < N; r++) {
-        float s = total((sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]));
-        for (int64_t j = i; j < n; j++) s += to_float(w[j]) * x[r * n + j];
-        y[r] = s;
-    }
-}
 
 // what(row, b, (w x_b + bias)[row]) for the rows [first, last) of w (., n); x is (B, n).  Every weight is read once, one after the other.
 template <class T, class What>
@@ -184,6 +138,11 @@ class Step {
         }
         if (b.q_norm) normalise(x[0], in(b.q_norm), D, b.qk_norm_eps, x[0]), normalise(x[1], in(b.k_norm), D, b.qk_norm_eps, x[1]);
 
+        if (b.softmax) {
+            attend(b, kept, at, head, x[0], x[1], x[2]);
+            gate(b, at, head);
+            return;
+        }
         float rate = b.rates ? b.rates[head] : 0;
         if (b.rate_gate.weight) rate *= std::exp(std::min(rates_[at * b.heads + head], static_cast<float>(b.largest_exponent)));
         if (!(rate >= 0 && rate < INFINITY)) refused_ = true;
@@ -198,7 +157,28 @@ class Step {
         s.state_in.data = reinterpret_cast<char *>(kept.state + (at * b.heads + head) * s.F * (D + 1));
         s.state_in.row = D + 1, s.state_out = s.state_in;
         decode(s);
-        if (b.output_gate.weight) for (int64_t d = 0; d < D; d++) out[d] *= gates_[at * q + head * D + d];
+        gate(b, at, head);
+    }
+
+    void gate(const cosformer_block &b, int64_t at, int64_t head) {
+        const int64_t begin = (at * b.heads + head) * b.size;
+        if (b.output_gate.weight) for (int64_t d = begin; d < begin + b.size; d++) mixed_[d] *= gates_[d];
+    }
+
+    // Softmax: q, k and v at their position, k and v behind those that are kept, and q over all of them.
+    void attend(const cosformer_block &b, const cosformer_kept &kept, int64_t at, int64_t head, float *q, float *k, float *v) {
+        const int64_t D = b.size, row = at * b.heads + head;
+        for (int64_t d = 0; b.turns && d < D / 2; d++) {
+            const double angle = static_cast<double>(position_) * b.turns[d];
+            const float c = static_cast<float>(std::cos(angle)), s = static_cast<float>(std::sin(angle));
+            for (float *x : {q, k}) {
+                const float first = x[d], second = x[d + D / 2];
+                x[d] = first * c - second * s, x[d + D / 2] = first * s + second * c;
+            }
+        }
+        T *keys = static_cast<T *>(kept.keys) + row * kept.room * D, *values = static_cast<T *>(kept.values) + row * kept.room * D;
+        write_run(k, keys + position_ * D, D, 1), write_run(v, values + position_ * D, D, 1);
+        softmax(q, keys, values, position_ + 1, D, mixed_.data() + row * D);
     }
 
     // The tokens that the next convolution looks back at.
