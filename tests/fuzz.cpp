@@ -205,12 +205,44 @@ bool one_step() {
             for (int64_t h = 0; h < b.heads; h++) theta[h] = 0.01;
             b.theta = theta;
         }
-        kept[i].state = numbers(B * b.heads * b.size * (b.theta ? 2 : 1) * (b.size + 1));
+        if (chance(30)) {
+            b.softmax = 1, kept[i].room = position + pick(1, 20);
+            const int64_t count = B * b.heads * kept[i].room * b.size;
+            kept[i].keys = parameters(count), kept[i].values = parameters(count);
+            if (b.size > 1 && chance(50)) {
+                double *turns = allocate<double>(b.size / 2);
+                for (int64_t d = 0; d < b.size / 2; d++) turns[d] = 0.1;
+                b.turns = turns;
+            }
+        } else {
+            kept[i].state = numbers(B * b.heads * b.size * (b.theta ? 2 : 1) * (b.size + 1));
+        }
         for (int p = 0; p < 3 && b.conv_width; p++)
             b.conv[p] = parameters(channels[p] * b.conv_width), kept[i].last[p] = parameters(B * (b.conv_width - 1) * channels[p]);
     }
     float *x = numbers(B * C);
-    return cosformer_step(stack.data(), kept.data(), count, dtype, x, B, C, position, pick(1, 3)) == 0;
+    cosformer_ends ends = {};
+    int64_t *ids = nullptr, *places = nullptr;
+    float *logits = nullptr;
+    if (chance(60)) {
+        ends.vocabulary = pick(1, 30), ends.embeddings = parameters(ends.vocabulary * C), ends.norm = parameters(C), ends.norm_eps = 1e-6;
+        const int64_t rows = pick(1, 30);
+        ends.head = {parameters(rows * C), chance(50) ? parameters(rows) : nullptr, rows};
+        if (chance(70)) logits = numbers(B * rows);
+        if (chance(70)) {
+            ids = allocate<int64_t>(B);
+            for (int64_t b = 0; b < B; b++) ids[b] = pick(0, ends.vocabulary - 1);
+            if (chance(50)) {
+                ends.most = pick(1, 30), ends.positions = parameters(ends.most * C), places = allocate<int64_t>(B);
+                for (int64_t b = 0; b < B; b++) places[b] = pick(0, ends.most - 1);
+            }
+            if (chance(10)) {
+                (places && chance(50) ? places : ids)[B - 1] = chance(50) ? -1 : 30;
+                return cosformer_step(stack.data(), kept.data(), count, dtype, x, B, C, position, pick(1, 3), &ends, ids, places, logits) == 3;
+            }
+        }
+    }
+    return cosformer_step(stack.data(), kept.data(), count, dtype, x, B, C, position, pick(1, 3), &ends, ids, places, logits) == 0;
 }
 
 }  // namespace

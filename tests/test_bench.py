@@ -102,11 +102,15 @@ def test_models(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(models, "CONTEXTS", [64])
     rows = run(tmp_path / "results.jsonl", "--models", "--quick", "--lengths", "64")
     assert {(row.mixer, row.work) for row in rows} == {
-        (mixer, work) for mixer in models.MIXERS for work in ("training", "decoding")
+        (mixer, work) for mixer in models.MIXERS for work in ("training", "decoding", "generating")
     }
+    assert all(row.bound_ms > 0 and row.ms > 0 for row in rows if row.work == "generating")
     assert all(row.cache_bytes > 0 for row in rows if row.work == "decoding")
     said = capsys.readouterr().out
     assert "Decoding with a whole model" in said and "×" in said and "its weights read once at " in said
+    assert (
+        "A token of generate with a whole model" in said and "tokens a second of generate: cosformer " in said
+    )
 
 
 def test_the_weights_that_a_token_needs():
@@ -141,6 +145,23 @@ def test_decoding_costs_the_same_after_any_number_of_steps(monkeypatch):
         for _ in range(7):
             step()
         assert max(seen) < 8 + 3 and size > 0, mixer
+
+
+def test_generating_goes_on_behind_as_long_a_context(monkeypatch):
+    monkeypatch.setattr(models, "TOKENS", 3)
+    for mixer in ("softmax+rope", "cosformer"):
+        model = models.build(mixer, 64, models.Size(1, 16, 1)).eval()
+        write, seen, generate = models.generator(model, 8), [], model.generate
+
+        def watched(text, past_key_values, seen=seen, generate=generate, **given):
+            seen.append((past_key_values.get_seq_length(), text.shape[1]))
+            return generate(text, past_key_values=past_key_values, **given)
+
+        model.generate = watched
+        for _ in range(9):
+            write()
+        assert all(length == cached + 1 for cached, length in seen) and seen[0] == (8, 9)
+        assert max(cached for cached, _ in seen) <= 8 + 12, mixer
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,8 @@ from conftest import RUNNING, moved
 pytest.importorskip("transformers")
 
 from cosformer.decay import Gate
-from cosformer.hf import CosformerConfig, CosformerForCausalLM, stack
+from cosformer.hf import CosformerConfig, CosformerForCausalLM, decoder, loop, stack, step
+from cosformer.mixers import keys
 
 pytestmark = pytest.mark.skipif("native" not in RUNNING, reason="the native kernel is not built")
 
@@ -25,6 +26,13 @@ MODELS = {
     "relu": {"mixer": "relu"},
     "identity": {"mixer": "identity"},
     "hybrid": {"mixer": "cosformer*2, softmax+rope"},
+    "softmax without rope": {"mixer": "cosformer*2, softmax"},
+    "softmax, grouped and gated": {
+        "mixer": "cosformer*2, softmax+rope",
+        "num_key_value_heads": 2,
+        "output_gate": True,
+    },
+    "softmax, no convolution": {"mixer": "relu, softmax+rope, relu", "short_conv": 0, "qk_norm": True},
     "softmax first": {"mixer": "softmax+rope, cosformer, relu"},
     "grouped": {"num_key_value_heads": 2},
     "gate and biases": {"output_gate": True, "attention_bias": True, "mlp_bias": True},
@@ -53,15 +61,25 @@ def ways(monkeypatch):
     class Ways(list):
         def general(self):
             monkeypatch.setattr(stack, "next_token", lambda *args: None)
+            monkeypatch.setattr(decoder, "next_logits", lambda *args: None)
+            monkeypatch.setattr(loop.Loop, "of", lambda *args: None)
 
-    taken, real = Ways(), stack.next_token
+    taken, at_once, next_token = Ways(), step.Ready.__call__, stack.next_token
 
-    def watched(*args):
-        hidden = real(*args)
-        taken.append(hidden is not None)
+    def watched(self, *args):
+        hidden = at_once(self, *args)
+        if hidden is not None:
+            taken.append(True)
         return hidden
 
-    monkeypatch.setattr(stack, "next_token", watched)
+    def refused(*args):
+        hidden = next_token(*args)
+        if hidden is None:
+            taken.append(False)
+        return hidden
+
+    monkeypatch.setattr(step.Ready, "__call__", watched)
+    monkeypatch.setattr(stack, "next_token", refused)
     return taken
 
 
@@ -117,6 +135,67 @@ def test_text_is_the_same(ways, kind, options):
     assert torch.equal(*texts)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@torch.no_grad()
+def test_keys_outgrow_their_room(ways, monkeypatch, dtype):
+    """And what somebody took of them earlier stays as it was."""
+    monkeypatch.setattr(keys, "ROOM", 2)
+    it, prompt, tokens = model(**MODELS["hybrid"]).to(dtype), ids(2, 7), ids(2, 24, 2)
+    cache = it(prompt, use_cache=True).past_key_values
+    got, taken = [], []
+    for token in tokens.split(1, 1):
+        got.append(it(token, past_key_values=cache).logits)
+        if len(got) % 5 == 0:
+            kept = cache.layers[2].kept.mixer
+            taken.append((kept, kept.k.clone(), kept.v.clone()))
+            assert kept.position == len(kept.at) == kept.k.shape[2] == 7 + len(got)
+    for kept, k, v in taken:
+        assert torch.equal(kept.k, k) and torch.equal(kept.v, v)
+    assert all(ways) and len(ways) == 24
+    ways.general()
+    slow = decoded(it, prompt, tokens)
+    tolerance = 1e-5 if dtype == torch.float32 else 0.1
+    assert (torch.cat(got, 1) - slow).abs().max() <= tolerance * slow.abs().max()
+
+
+@torch.no_grad()
+def test_ways_may_alternate(ways, monkeypatch):
+    """Several tokens at once, recorded ones, and copies of a cache, in a hybrid: the logits stay the same."""
+    it, whole = model(**MODELS["hybrid"]), ids(2, 40)
+    wanted = it(whole, use_cache=False).logits
+    cache, got, at = it.new_cache(), [], 0
+    for count in (5, 1, 1, 1, 4, 1, 1, 3, *(1,) * 9):
+        if at == 12:
+            cache = copy.deepcopy(cache)
+        if at == 17:
+            cache.activate_past_recording()
+            it(ids(2, 3, 8), past_key_values=cache)
+            cache.crop(-3)
+        got.append(it(whole[:, at : at + count], past_key_values=cache).logits)
+        at += count
+    assert sum(ways) >= 5 and not all(ways)
+    torch.testing.assert_close(torch.cat(got, 1), wanted[:, :at], atol=1e-5, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_a_padded_hybrid_calls_its_softmax_layers_only(ways):
+    it, padded, tokens = model(**MODELS["hybrid"]), ids(2, 7), ids(2, 6, 2)
+    mask = torch.ones(2, 13, dtype=torch.long)
+    mask[0, :3] = 0
+
+    def logits() -> torch.Tensor:
+        cache = it(padded, attention_mask=mask[:, :7], use_cache=True).past_key_values
+        steps = enumerate(tokens.split(1, 1), 8)
+        return torch.cat(
+            [it(t, attention_mask=mask[:, :n], past_key_values=cache).logits for n, t in steps], 1
+        )
+
+    fast = logits()
+    assert all(ways) and len(ways) == 6
+    ways.general()
+    assert (fast - (slow := logits())).abs().max() <= 1e-5 * slow.abs().max()
+
+
 def changed_module(it):
     class Own(torch.nn.Linear):
         def forward(self, x):
@@ -148,6 +227,22 @@ def changed_norm(it):
     it.model.layers[1].post_attention_layernorm.variance_epsilon = 1.0
 
 
+def changed_last_norm(it):
+    it.model.norm.variance_epsilon = 1.0
+
+
+def changed_head(it):
+    it.lm_head.weight.data = it.lm_head.weight.data * 2
+
+
+def changed_embedding(it):
+    it.model.embed_tokens.weight = torch.nn.Parameter(it.model.embed_tokens.weight.data * 2)
+
+
+def listened_to_head(it):
+    it.lm_head.register_forward_hook(lambda module, args, out: out * 0.5)
+
+
 def changed_gate(it):
     class Own(Gate):
         def forward(self, x):
@@ -176,6 +271,10 @@ def replaced_forward(it):
         changed_strides,
         changed_norm,
         changed_gate,
+        changed_last_norm,
+        changed_head,
+        changed_embedding,
+        listened_to_head,
         listened_to,
         replaced_forward,
     ],

@@ -55,8 +55,9 @@ ORDER = {
     "hf": [
         "cache loss parallel pooling sizes",
         "interface",
-        "configuration pretrained step",
-        "seq2seq stack",
+        "blocks configuration pretrained",
+        "step",
+        "loop seq2seq stack",
         "decoder encoder",
     ],
     "tasks": [

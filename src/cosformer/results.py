@@ -163,7 +163,7 @@ class Cost(Timed):
     kind = "cost"
     about = ("what", "work", "mixer", "backend", "causal", "length", "heads", "head_dim", "size", "dtype")
     what: Literal["operator", "mixer", "model"]  # one attention; with its parameters; a whole model
-    work: Literal["forward", "training", "decoding"]  # training is forward and backward; decoding one token
+    work: Literal["forward", "training", "decoding", "generating"]  # see WORK in report/costs.py
     mixer: str  # of operators: cosformer-paper, cosformer (recommended), softmax, published
     causal: bool
     length: int  # of the sequence; for decoding, of the context before the token
@@ -174,6 +174,7 @@ class Cost(Timed):
     dtype: str = "float32"
     memory_mib: float | None = None  # that the work adds to the peak
     cache_bytes: int | None = None  # after the context
+    bound_ms: float | None = None  # that a token takes at least: reading the weights once
     gflops: float | None = None  # a second, of the arithmetic that linear attention needs
     limit_gflops: float | None = None  # of the machine's fastest batched matrix product
     error: float | None = None  # the largest difference from the definition
@@ -190,8 +191,7 @@ class Cost(Timed):
 class Shared(Timed):
     """A training step of one sequence that several processes hold together, batch 1, one thread each.
 
-    Shares are of the step's time, as means over the processes; time is that of the slowest.
-    """
+    Shares are of the step's time, as means over the processes; time is that of the slowest."""
 
     kind = "shared"
     about = ("mixer", "processes", "length", "size")

@@ -1,8 +1,9 @@
 """Whole causal language models, a mixer each, in the same blocks: cost of a training step and of decoding.
 
-Training is a forward and a backward of the loss, batch 1; decoding feeds one token after a context. A token
-cannot be had sooner than the weights are read, so decoding is shown beside that bound: their bytes over the
-speed at which memory is read. A model that fits into the caches can be a little faster.
+Training is a forward and a backward of the loss, batch 1; decoding feeds one token after a context, and
+generating is a token of `generate` there, greedy, with its share of all that `generate` does around them. No
+token can be had sooner than the weights are read, so both are shown beside that bound: their bytes over the
+speed at which memory is read. A model that fits into the caches can be faster.
 """
 
 import argparse
@@ -27,6 +28,7 @@ CONTEXTS = [64, 512, 4096, 65_536]
 SIZE = Size(4, 256, 4, feedforward=1536)
 VOCABULARY = 256
 BIG = 1 << 28  # bytes: more than the caches hold
+TOKENS = 64  # that one call of `generate` writes
 ROOM = 32_768  # positions after the context, for the tokens that are decoded while the time is taken
 
 
@@ -95,15 +97,61 @@ def decoding(mixers: list[str], context: int, *, size: Size, seconds: float, say
     return [row(mixer=mixer, **timed[mixer], cache_bytes=cached) for mixer, (_, cached) in steps.items()]
 
 
+def generating(mixers: list[str], context: int, *, size: Size, seconds: float, say: Say) -> list[Cost]:
+    """Rows of a token of `generate` after a context."""
+    works = {}
+    for mixer in mixers:
+        say(f"reading {context:,} tokens, {mixer}")
+        works[mixer] = generator(build(mixer, context + ROOM, size).eval(), context)
+    timed = in_turns(works, seconds=seconds, say=lambda text: say(f"generating after {context:,}, {text}"))
+    speed = bandwidth()
+    row = partial(Cost, what="model", work="generating", causal=True, length=context, size=str(size))
+    rows = []
+    for mixer, fields in timed.items():
+        a_token = {name: fields[name] / TOKENS for name in ("ms", "ms_low", "ms_high")}
+        bound = 1e3 * bytes_read(mixer, 64, size) / speed
+        rows.append(row(mixer=mixer, **(fields | a_token), bound_ms=bound))
+    return rows
+
+
+def generator(model: Any, context: int) -> Work:
+    """A function that lets `generate` write so many tokens behind a text of about `context` tokens.
+
+    Llama's cache is cut back each time. A state cannot be, and need not: a text goes on for a quarter of its
+    length, or a few calls, and then begins again with a copy of its cache.
+    """
+    begin = torch.randint(VOCABULARY, (1, context + 1))
+    first, text = after(model, begin[:, :-1]), begin
+    crops, most = type(model) is LlamaForCausalLM, context + max(context // 4, 4 * TOKENS)
+    cache = first if crops else copy.deepcopy(first)
+
+    def write() -> None:
+        nonlocal cache, text
+        mask = torch.ones_like(text)
+        given = {"max_new_tokens": TOKENS, "do_sample": False, "pad_token_id": 0, "attention_mask": mask}
+        text = model.generate(text, past_key_values=cache, **given)
+        if crops:
+            cache.crop(-TOKENS)
+            text = begin
+        elif text.shape[1] > most:
+            cache, text = copy.deepcopy(first), begin
+
+    return write
+
+
+def after(model: Any, ids: torch.Tensor) -> Any:
+    """A model's cache after a text: Llama's is only filled."""
+    if type(model) is LlamaForCausalLM:
+        return filled(model.config, ids.shape[1])
+    with torch.inference_mode():
+        return model(input_ids=ids, logits_to_keep=1, use_cache=True).past_key_values
+
+
 def decoder(model: Any, context: int) -> tuple[Work, int]:
     """A function that decodes one more token after a context, and the bytes of cache at its start."""
-    ids, first = torch.randint(VOCABULARY, (1, context)), None
-    with torch.inference_mode():
-        if type(model) is LlamaForCausalLM:
-            cache = filled(model.config, context)
-        else:
-            cache = model(input_ids=ids, logits_to_keep=1, use_cache=True).past_key_values
-            first = copy.deepcopy(cache)
+    ids = torch.randint(VOCABULARY, (1, context))
+    cache = after(model, ids)
+    first = None if type(model) is LlamaForCausalLM else copy.deepcopy(cache)
     size, token, left = cache_bytes(cache), ids[:, -1:], ROOM
 
     def step() -> None:
@@ -160,15 +208,20 @@ def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
         yield from training(mixers, length, size=SIZE, seconds=seconds, say=say, memory=False)
     decoders = [mixer for mixer in mixers if able(mixer, "decoding")]
     for context in contexts:
-        yield from decoding(decoders, context, size=SIZE, seconds=args.seconds / len(contexts), say=say)
+        for work in (decoding, generating):
+            yield from work(decoders, context, size=SIZE, seconds=args.seconds / len(contexts), say=say)
 
 
 def notes(rows: list[Cost]) -> list[str]:
-    """The bound of decoding, for each model."""
+    """The bound of decoding, for each model, and what `generate` makes of it."""
     decoders = dict.fromkeys(row.mixer for row in rows if row.work == "decoding")
     speed, said = bandwidth() if decoders else 0.0, []
     for mixer in decoders:
         least = 1e3 * bytes_read(mixer, 64, SIZE) / speed
         read_once = f"its weights read once at {speed / 1e9:.1f} GB/s"
         said.append(f"bound of decoding: {mixer} {least:.2f} ms a token, {read_once}")
+    for mixer in decoders:
+        found = [row for row in rows if row.work == "generating" and row.mixer == mixer]
+        speeds = (f"{1e3 / row.ms:,.0f} after {row.length:,}" for row in found)
+        said += [f"tokens a second of generate: {mixer} {', '.join(speeds)}"] if found else []
     return said

@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache, EncoderDecoderCache
 
 from ..layer import Interior, LayerState, Tokens
+from ..mixers.keys import Keys, room, with_room
 from ..ops.state import State
 
 
@@ -83,6 +84,9 @@ class StreamLayer(KeptLayer):
     the tokens since the last `crop` are kept, and those that stay are read again.
     """
 
+    _kept: LayerState | None = None
+    ahead = 0  # tokens that are in the tensors of `_kept`, but not in its position
+
     def __init__(self) -> None:
         super().__init__()
         self.record_past = False
@@ -91,22 +95,44 @@ class StreamLayer(KeptLayer):
         self.replay = False
         self.owned: LayerState | None = None  # what is kept, if nobody else has its tensors
 
+    @property
+    def kept(self) -> LayerState | None:
+        if self.ahead and self._kept is not None:
+            state = self._kept.mixer
+            if isinstance(state, Keys):
+                following: Any = state.behind(self.ahead)
+            else:
+                following = State(state.tensor, state.position + self.ahead, state.horizons)
+            self.kept = self.owned = LayerState(following, self._kept.last)
+        return self._kept
+
+    @kept.setter
+    def kept(self, kept: LayerState | None) -> None:
+        self._kept, self.ahead = kept, 0
+
     def own(self) -> LayerState | None:
         """What is kept, in contiguous tensors that may be changed in place, by one who then calls `advance`;
-        None where a way back must be kept."""
+        keys have room for one more behind them. None where a way back must be kept."""
         if self.record_past or self.replay or self.kept is None:
             return None
-        if self.kept is not self.owned:
-            self.kept = self.owned = mapped(
-                self.kept, lambda t: t.clone(memory_format=torch.contiguous_format)
-            )
+        keys = self.kept.mixer if type(self.kept.mixer) is Keys else None
+        if self.kept is not self.owned or (keys is not None and room(keys.k) <= keys.k.shape[2]):
+            own = mapped(self.kept, _cloned) if keys is None else mapped(self.kept.last, _cloned)
+            self.kept = self.owned = own if keys is None else LayerState(with_room(keys), own)
         return self.owned
+
+    @property
+    def is_masked(self) -> bool:
+        """Whether some of the keys that it keeps are not seen."""
+        return self._kept is not None and getattr(self._kept.mixer, "key_mask", None) is not None
+
+    def owns(self, kept: LayerState) -> bool:
+        """Whether `own` gave this, and would again."""
+        return self._kept is kept and self.owned is kept and not (self.record_past or self.replay)
 
     def advance(self) -> None:
         """One more token is in what is kept, which was changed in place."""
-        state = self.kept.mixer
-        following = State(state.tensor, state.position + 1, state.horizons)
-        self.kept = self.owned = LayerState(following, self.kept.last)
+        self.ahead += 1
 
     def stream(self, interior: Interior, tokens: Tokens) -> Tensor:
         """The next tokens through a layer's interior: their output (B, L, .)."""
@@ -126,7 +152,7 @@ class StreamLayer(KeptLayer):
 
     def get_seq_length(self) -> int:
         if not self.replay:
-            return super().get_seq_length()
+            return 0 if self._kept is None else self._kept.position + self.ahead
         return (0 if self.origin is None else self.origin.position) + self._recorded()
 
     def _recorded(self) -> int:
@@ -194,6 +220,10 @@ class CosformerCache(DynamicCache):
 def encoder_decoder_cache(layers: int) -> EncoderDecoderCache:
     """The decoder's cache: its own tokens, and what its cross attention read from the encoder."""
     return EncoderDecoderCache(CosformerCache(layers), CosformerCache(layers, kind=KeptLayer))
+
+
+def _cloned(t: Tensor) -> Tensor:
+    return t.clone(memory_format=torch.contiguous_format)
 
 
 def tensors(kept: Any) -> Iterator[Tensor]:

@@ -1,14 +1,17 @@
 """The decoder: a causal stack with Llama's head for the next token."""
 
-from torch import nn
+from torch import Tensor, nn
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
+from .cache import CosformerCache
 from .configuration import CosformerConfig
+from .loop import Loop
 from .loss import without_logits
 from .parallel import labels_of
 from .pretrained import CosformerPreTrained
 from .stack import CosformerStack
+from .step import next_logits
 
 
 class CosformerModel(CosformerStack):
@@ -43,6 +46,10 @@ class CosformerForCausalLM(CosformerPreTrained, LlamaForCausalLM):
 
         Where processes share a sequence, `shift_labels` are the labels, shifted before they were cut.
         """
+        if self._is_next_token(input_ids, past_key_values, inputs_embeds, labels, kwargs):
+            logits = next_logits(self, input_ids, past_key_values, attention_mask, position_ids)
+            if logits is not None:
+                return CausalLMOutputWithPast(logits=logits, past_key_values=past_key_values)
         kwargs |= {"attention_mask": attention_mask, "position_ids": position_ids}
         kwargs |= {"past_key_values": past_key_values, "inputs_embeds": inputs_embeds}
         group, shifted = self.model.sequence_group, kwargs.get("shift_labels")
@@ -65,3 +72,35 @@ class CosformerForCausalLM(CosformerPreTrained, LlamaForCausalLM):
             hidden, shifted = hidden[:, :-1], labels[:, 1:]
         loss = without_logits(self.config, hidden, self.lm_head, shifted, num_items_in_batch)
         return CausalLMOutputWithPast(loss=loss)
+
+    def _is_next_token(self, ids, cache, embeds, labels, asked: dict) -> bool:
+        """Whether a call is for the logits of one more token a row, and nothing else."""
+        if type(cache) is not CosformerCache or labels is not None or embeds is not None:
+            return False
+        if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] != 1:
+            return False
+        plain = {"use_cache": (None, True), "return_dict": (None, True)}
+        for name, value in asked.items():
+            if name == "logits_to_keep":
+                if not isinstance(value, int):
+                    return False
+            elif value is not None and value is not False and value not in plain.get(name, ()):
+                return False
+        return (
+            self.takes_ids and asked.get("use_cache") is not False and asked.get("return_dict") is not False
+        )
+
+    @property
+    def takes_ids(self) -> bool:
+        """Whether the stack is called with numbers of tokens alone, and does with them what ours does."""
+        asks, stack = self.config, self.model
+        if asks.output_hidden_states or asks.output_attentions or asks.return_dict is False:
+            return False
+        return type(stack).forward is CosformerStack.forward and stack.sequence_group is None
+
+    def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **given):
+        """transformers' loop of greedy and sampled texts, or, where it is plain, ours: it writes the same."""
+        loop = Loop.of(self, input_ids, logits_processor, stopping_criteria, generation_config, given)
+        if loop is None or type(self).forward is not CosformerForCausalLM.forward or not self.takes_ids:
+            return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, **given)
+        return loop.write()

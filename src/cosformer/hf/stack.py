@@ -137,6 +137,13 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
             return True
         return any(v is not None and v is not False for k, v in kwargs.items() if k != "return_dict")
 
+    @staticmethod
+    def places(mask: Tensor | None, position_ids: Tensor | None, seen: int) -> Tensor:
+        """Where the next token of each row stands, (B, 1) or one for all, if positions are learned."""
+        if position_ids is not None:
+            return position_ids
+        return torch.full((1, 1), seen) if mask is None else unpadded(mask, 1, seen, None)
+
     def new_norm(self) -> CosformerRMSNorm:
         return CosformerRMSNorm(self.config.hidden_size, eps=self.config.rms_norm_eps)
 

@@ -1,11 +1,14 @@
 """The next token of a decoder through all its blocks at once: which blocks and which calls go this way.
 
-The kernel takes a block as `CosformerStack` makes it, with a linear mixer, in float32 or bfloat16 on the CPU,
-that nobody has changed and nobody listens to. Another block, as a hybrid's softmax layers are, is called
-between the others. A call that records, differentiates, traces, masks the token or asks for more than the
-last hidden state goes the general way, which `tests/test_hf_step.py` compares this one with.
+The kernel takes a block as `CosformerStack` makes it, with a linear mixer, in float32 or bfloat16 on the
+CPU, that nobody has changed and nobody listens to; and with it, under the same conditions, the embedding
+before the blocks and the last norm and output layer behind them. Another block, as a hybrid's softmax
+layers are, is called between the others. A call that records, differentiates, traces, masks the token or
+asks for more than the last hidden state or logits goes the general way, which `tests/test_hf_step.py`
+compares this one with.
 """
 
+import math
 from collections.abc import Iterator
 from operator import is_
 from typing import Any, cast
@@ -15,41 +18,67 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
 
-from ..decay import LARGEST_EXPONENT, Decay, Gate
-from ..layer import Interior, ShortConvolution
-from ..mixers.kernel import Cosformer, Identity, Kernel, Relu
+from ..layer import LayerState
+from ..mixers.keys import Keys, room
 from ..ops.state import State
-from ..ops.step import Block, Blocks, Linear, takes
+from ..ops.step import Block, Blocks, takes
+from .blocks import block_of, ends_of, is_heard, outer
 from .cache import CosformerCache
 from .interface import padding, reaches
 
-_known: WeakKeyDictionary = WeakKeyDictionary()  # of each stack, its blocks as they were found
+_known: WeakKeyDictionary = (
+    WeakKeyDictionary()
+)  # of each stack or language model, its parts as they were found
+_bound: WeakKeyDictionary = WeakKeyDictionary()  # of each cache, the streams in it as they were found
 
 
 def next_token(stack: Any, x: Tensor, cache: CosformerCache, mask: Tensor | None) -> Tensor | None:
     """x (B, 1, C) after all blocks, or None where they must be called one by one."""
-    if stack.training or not takes(x) or (mask is not None and padding(mask[:, -1:]) is not None):
+    if stack.training or not takes(x, len(x)) or (mask is not None and padding(mask[:, -1:]) is not None):
         return None
     found: _Found | None = _known.get(stack)
     if found is None or not found.current:
         found = _known[stack] = _Found(stack)
+    ready = None if x.shape[-1] != found.width or x.dtype != found.dtype else _ready(found, cache, len(x))
+    hidden = None if ready is None else ready(cache, _own(x))
+    return None if hidden is None else hidden[:, None].to(x.dtype)
+
+
+def next_logits(
+    model: Any, ids: Tensor, cache: CosformerCache, mask: Tensor | None, position_ids: Tensor | None
+) -> Tensor | None:
+    """The logits (B, 1, vocabulary) after tokens ids (B, 1), or None where the model must be called."""
+    if model.training or not ids.is_cpu or ids.dtype != torch.int64 or (mask is not None and mask.ndim != 2):
+        return None
+    ready = ready_for_ids(model, cache, len(ids))
+    if ready is None or (mask is not None and padding(mask[:, -1:]) is not None):
+        return None
+    places = None
+    if ready.found.learned:
+        places = model.model.places(mask, position_ids, cache.get_seq_length())[:, -1].expand(len(ids))
+    logits = ready.logits(cache, ids.flatten(), places)
+    return None if logits is None else logits[:, None].to(ready.found.dtype)
+
+
+def ready_for_ids(model: Any, cache: CosformerCache, rows: int) -> "Ready | None":
+    """What takes the next tokens of so many rows from their numbers to their logits; None if it may not."""
+    stack = model.model
+    if model.training or stack.training or not takes(stack.norm.weight, rows):
+        return None
+    found: _Found | None = _known.get(model)
+    if found is None or not found.current:
+        found = _known[model] = _Found(stack, model)
+    return None if found.ends is None or is_heard(stack) else _ready(found, cache, rows)
+
+
+def _ready(found: "_Found", cache: CosformerCache, rows: int) -> "Ready | None":
     layers: list[Any] = cache.layers
-    kept = {i: layers[i].own() for i in found.taken}
-    position = cache.get_seq_length()
-    if not kept or not all(_fits(kept[i], found.blocks[i], x, position) for i in found.taken):
-        return None
-    if not reaches(position + 1, found.reach, causal=True):
-        return None
-    hidden = _own(x)
-    for run in found.runs:
-        if isinstance(run, nn.Module):
-            hidden = _own(run(hidden[:, None].to(x.dtype), past_key_values=cache, use_cache=True))
-        else:
-            blocks, numbers = run
-            blocks(hidden, [(kept[i].mixer.tensor, *kept[i].last) for i in numbers], position)
-    for i in found.taken:
-        layers[i].advance()
-    return hidden[:, None].to(x.dtype)
+    if any(layers[i].is_masked for i in found.softmax):
+        found = found.linear
+    ready: Ready | None = _bound.get(cache)
+    if ready is None or ready.found is not found or not ready.holds(cache, rows):
+        ready = _bound[cache] = Ready(found, cache, rows)
+    return ready if ready.fits else None
 
 
 def _own(x: Tensor) -> Tensor:
@@ -57,51 +86,151 @@ def _own(x: Tensor) -> Tensor:
     return x[:, 0].to(torch.float32, memory_format=torch.contiguous_format, copy=True)
 
 
-def _fits(kept, block: Block, x: Tensor, position: int) -> bool:
-    """Whether what a layer keeps is a plain state of this block's, for as many rows as x has.
+class Ready:
+    """The blocks of a model beside the streams of a cache: all that one more token a row needs.
+
+    It holds the streams, and is for as long as `holds` says that they are still the cache's own.
+    """
+
+    def __init__(self, found: "_Found", cache: CosformerCache, rows: int):
+        self.found, self.rows = found, rows
+        self._bind(cache)
+
+    def _bind(self, cache: CosformerCache) -> None:
+        found = self.found
+        self.layers: list[Any] = [cache.layers[i] for i in found.taken]
+        kept = [layer.own() for layer in self.layers]
+        position = self.layers[0].get_seq_length() if kept else 0
+        blocks = [found.blocks[i] for i in found.taken]
+        self.fits = bool(kept) and all(_fits(k, b, self.rows, position) for k, b in zip(kept, blocks))
+        if self.fits:
+            self.kept = cast(list[LayerState], kept)
+            tensors = {i: _tensors(k) for i, k in zip(found.taken, self.kept)}
+            self._tensors = [t for of in tensors.values() for t in of]
+            self._places = [*map(Tensor.data_ptr, self._tensors)]
+            self.room = min(
+                (room(k.mixer.k) for k in self.kept if isinstance(k.mixer, Keys)), default=math.inf
+            )
+            self._packed = [
+                None if isinstance(run, nn.Module) else run[0].packed([tensors[i] for i in run[1]])
+                for run in found.runs
+            ]
+
+    def holds(self, cache: CosformerCache, rows: int) -> bool:
+        """Whether the streams are still the cache's, all at one position, and where they were."""
+        if not self.fits or rows != self.rows:
+            return False
+        ahead, now = self.layers[0].ahead, cache.layers
+        for i, layer, kept in zip(self.found.taken, self.layers, self.kept):
+            if now[i] is not layer or layer.ahead != ahead or not layer.owns(kept):
+                return False
+        return [*map(Tensor.data_ptr, self._tensors)] == self._places
+
+    def hold(self) -> list[Tensor]:
+        """The parameters, so that they stay where they are while the list is kept."""
+        return [t for run in self.found.runs if isinstance(run, tuple) for t in run[0].hold()]
+
+    def logits(self, cache: CosformerCache, ids: Tensor, places: Tensor | None) -> Tensor | None:
+        """Of tokens ids (B,), at `places` (B,) where positions are learned: (B, vocabulary), in float32."""
+        found = self.found
+        ids, places = ids.contiguous(), None if places is None else places.contiguous()
+        x = torch.empty((self.rows, found.width), dtype=torch.float32)
+        logits = torch.empty((self.rows, found.vocabulary), dtype=torch.float32)
+        return None if self(cache, x, ids, places, logits) is None else logits
+
+    def __call__(self, cache, x: Tensor, ids=None, places=None, logits=None) -> Tensor | None:
+        """x (B, C), in float32, after all blocks; None, with nothing changed, if there is no such token."""
+        found, position = self.found, self.layers[0].get_seq_length()
+        if not reaches(position + 1, found.reach, causal=True):
+            return None
+        if position >= self.room:  # of keys
+            self._bind(cache)
+            if not self.fits:
+                return None
+        last = len(found.runs) - 1
+        for i, (run, packed) in enumerate(zip(found.runs, self._packed)):
+            if packed is None:
+                x = _own(run(x[:, None].to(found.dtype), past_key_values=cache, use_cache=True))
+                continue
+            first = (ids, places) if i == 0 else (None, None)
+            if not run[0](x, packed, position, *first, logits if i == last else None):
+                return None
+        for layer in self.layers:
+            layer.advance()
+        return x
+
+
+def _tensors(kept: LayerState) -> tuple[Tensor, ...]:
+    state = kept.mixer
+    return ((state.k, state.v) if isinstance(state, Keys) else (state.tensor,)) + kept.last
+
+
+def _fits(kept, block: Block, rows: int, position: int) -> bool:
+    """Whether what a layer keeps is a plain state, or are plain keys, of this block's, for so many rows.
 
     The kernel writes where it is told: what is kept of another model must not reach it.
     """
     state = None if kept is None else kept.mixer
-    if type(state) is not State or state.position != position:
+    if type(state) is not (Keys if block.softmax else State) or state.position != position:
         return False
-    if x.shape[-1] != block.norm.shape[0] or x.dtype != block.dtype:
+    tensors, shapes = _tensors(kept), block.kept(rows, position)
+    if [(t.shape, t.dtype) for t in tensors] != shapes or not all(t.is_cpu for t in tensors):
         return False
-    tensors = (state.tensor, *kept.last)
-    if [(t.shape, t.dtype) for t in tensors] != block.kept(x.shape[0]):
-        return False
+    if isinstance(state, Keys):
+        plain = state.key_mask is None and len(state.at) == position
+        rooms = [room(t) for t in (state.k, state.v)]
+        return plain and rooms[0] == rooms[1] > position and all(t.is_contiguous() for t in kept.last)
     plain = state.origin is None and state.fade is None and not state.start
     made, own = (
         list(h) * (block.heads // len(h)) for h in (state.horizons or block.horizons, block.horizons)
     )
     plain = plain and made == own  # one for all is the same as one per head
-    return plain and all(t.is_cpu and t.is_contiguous() for t in tensors)
+    return plain and all(t.is_contiguous() for t in tensors)
 
 
 class _Found:
-    """The blocks of a stack: runs of those that the kernel takes, and single ones that it does not."""
+    """The blocks of a stack: runs of those that the kernel takes, and single ones that it does not.
 
-    def __init__(self, stack: Any):
+    Of a language model also its ends: then the first run and the last are the kernel's, be they without
+    blocks. With `softmax` false, softmax layers are not taken: keys that are masked are not the kernel's.
+    """
+
+    def __init__(self, stack: Any, model: Any = None, *, softmax: bool = True):
         layers = list(stack.layers)
-        blocks = [_block(layer, stack.parts) for layer in layers]
-        self.blocks = {i: block for i, block in enumerate(blocks) if block is not None}
+        blocks = [block_of(layer, stack.parts) for layer in layers]
+        known = {i: block for i, block in enumerate(blocks) if block is not None}
+        self.blocks = {i: block for i, block in known.items() if softmax or not block.softmax}
+        self.softmax = [i for i, block in self.blocks.items() if block.softmax]
+        self.linear = _Found(stack, model, softmax=False) if self.softmax else self
         self.taken = list(self.blocks)
         self.reach = min((layers[i].self_attn.interior.mixer.reach for i in self.taken), default=0)
-        self.runs: list = []
-        for i, (layer, block) in enumerate(zip(layers, blocks)):
-            if block is None:
-                self.runs.append(layer)
-            elif self.runs and isinstance(self.runs[-1], tuple):
-                self.runs[-1][1].append(i)
+        self.width, self.dtype = stack.norm.weight.shape[0], stack.norm.weight.dtype
+        own = all((b.norm.shape[0], b.dtype) == (self.width, self.dtype) for b in self.blocks.values())
+        self.ends = ends_of(stack, model) if model is not None and own else None
+        self.vocabulary = 0 if self.ends is None else len(self.ends.head.weight)
+        self.learned = self.ends is not None and self.ends.positions is not None
+        runs: list[Any] = [] if self.ends is None else [[]]
+        for i, layer in enumerate(layers):
+            if i not in self.blocks:
+                runs.append(layer)
+            elif runs and isinstance(runs[-1], list):
+                runs[-1].append(i)
             else:
-                self.runs.append(([], [i]))
-        self.runs = [
-            run if isinstance(run, nn.Module) else (Blocks([self.blocks[i] for i in run[1]]), run[1])
-            for run in self.runs
+                runs.append([i])
+        if self.ends is not None and not isinstance(runs[-1], list):
+            runs.append([])
+        self.runs: list[Any] = [
+            run if isinstance(run, nn.Module) else (Blocks([self.blocks[i] for i in run], self.ends), run)
+            for run in runs
         ]
         parts = [m for layer in layers for m in layer.modules()]
-        entries = [entry for m in (stack.layers, *parts) for entry in _entries(m)]
-        entries.append((stack._modules, "layers", stack.layers))
+        entries = [(stack._modules, "layers", stack.layers)]
+        if model is not None:
+            parts += [part for part in outer(stack, model) if part is not None]
+            entries += [(model._modules, "model", stack), (model._modules, "lm_head", model.lm_head)]
+            names = ("embed_tokens", "embed_positions", "norm")
+            entries += [(stack._modules, name, stack._modules.get(name)) for name in names]
+        entries += [entry for m in (stack.layers, *parts) for entry in _entries(m)]
         self._owners, self._names, self._values = zip(*entries)
         self._hooks = [hooks for m in parts for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._heard = [*map(bool, self._hooks)]
@@ -127,79 +256,3 @@ def _entries(module: nn.Module) -> Iterator[tuple[dict, str, object]]:
         for name, part in owned.items():
             yield owned, name, part
     yield module.__dict__, "forward", module.__dict__.get("forward")
-
-
-def _block(layer: Any, parts: tuple[type, ...]) -> Block | None:
-    """What the kernel reads of a block; None if it does not take it: `parts` are the classes it knows."""
-    if type(layer) is not parts[0]:
-        return None
-    layer = cast(Any, layer)
-    norms = layer.input_layernorm, layer.post_attention_layernorm
-    if tuple(map(type, (layer.self_attn, layer.mlp, *norms))) != (*parts[1:], parts[-1]):
-        return None
-    heard = any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in layer.modules())
-    attention, mlp = layer.self_attn, layer.mlp
-    interior = attention.interior
-    mixer = interior.mixer
-    linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
-    linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    plain = type(interior) is Interior and all(type(linear) is nn.Linear for linear in linears)
-    dropping = any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in layer.modules())
-    plain = plain and not dropping and norms[0].variance_epsilon == norms[1].variance_epsilon
-    if heard or _has_any_global_hook() or not plain or not _is_linear(mixer) or not _is_silu(mlp.act_fn):
-        return None
-    decay = getattr(mixer, "decay", None)
-    gates = [getattr(decay, "gate", None), interior.gate]
-    if any(gate is not None and type(gate) is not Gate for gate in gates):
-        return None
-    convs = [] if interior.conv is None else list(interior.conv.values())
-    if any(type(conv) is not ShortConvolution or conv.ahead for conv in convs):
-        return None
-    rate_gate, output_gate = (None if gate is None else Linear(gate.weight, gate.bias) for gate in gates)
-    q, k, v, o, gate, up, down = (Linear(linear.weight, linear.bias) for linear in linears)
-    horizon = mixer.horizon_of(0)
-    block = Block(
-        heads=mixer.heads,
-        kv_heads=k.weight.shape[0] // mixer.head_dim,
-        size=mixer.head_dim,
-        norm=norms[0].weight,
-        mlp_norm=norms[1].weight,
-        norm_eps=norms[0].variance_epsilon,
-        q=q,
-        k=k,
-        v=v,
-        o=o,
-        gate=gate,
-        up=up,
-        down=down,
-        horizons=horizon if isinstance(horizon, tuple) else (horizon,),
-        relu=mixer.relu,
-        signed=mixer.signed,
-        eps=mixer.eps,
-        rates=None if decay is None else decay.constant,
-        rate_gate=rate_gate,
-        largest_exponent=LARGEST_EXPONENT,
-        output_gate=output_gate,
-        conv=tuple(conv.weight for conv in convs),
-        q_norm=None if interior.q_norm is None else interior.q_norm.weight,
-        k_norm=None if interior.k_norm is None else interior.k_norm.weight,
-        qk_norm_eps=interior.norm_eps,
-    )
-    return block if block.is_taken() else None
-
-
-def _is_linear(mixer: Any) -> bool:
-    """Whether a mixer's stream is the core's, on q and k as they are."""
-    if not isinstance(mixer, Kernel) or type(mixer) not in (Cosformer, Relu, Identity):
-        return False
-    decay: Decay | None = getattr(mixer, "decay", None)
-    changed = (
-        (decay is not None and decay.log_rates is not None)
-        or getattr(mixer, "both_signs", False)
-        or mixer.positions is not None
-    )
-    return mixer.streaming is True and not changed and mixer.backend in (None, "native")
-
-
-def _is_silu(activation: object) -> bool:
-    return type(activation).__name__ in ("SiLU", "SiLUActivation")

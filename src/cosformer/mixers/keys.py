@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+ROOM = 1024  # keys that there is room for at least, where it is made
+
 
 @dataclass(frozen=True)
 class Keys:
@@ -21,11 +23,40 @@ class Keys:
         mask = None if self.key_mask is None else self.key_mask.index_select(0, index)
         return replace(self, k=self.k.index_select(0, index), v=self.v.index_select(0, index), key_mask=mask)
 
+    def behind(self, more: int) -> "Keys":
+        """The keys with so many more, which were written into their room."""
+        B, H, S, D = self.k.shape
+        k, v = (x.as_strided((B, H, S + more, D), x.stride()) for x in (self.k, self.v))
+        at = torch.arange(self.position + more, device=self.at.device)
+        return replace(self, k=k, v=v, at=at, position=self.position + more)
+
     def keep(self, index: Tensor) -> "Keys":
         """Only the keys at `index`; the others are forgotten."""
         k, v = (x.index_select(2, index) for x in (self.k, self.v))
         mask = None if self.key_mask is None else self.key_mask[:, index]
         return replace(self, k=k, v=v, key_mask=mask, at=self.at[index])
+
+
+def with_room(keys: Keys) -> Keys:
+    """The same in memory of its own, with room for more behind the last.
+
+    As long as nobody else has them one may write there, and then has what was written by `behind`.
+    """
+    S = keys.k.shape[2]
+
+    def roomy(x: Tensor) -> Tensor:
+        more = x.new_empty(*x.shape[:2], S + max(ROOM, S // 4), x.shape[3])[:, :, :S]
+        return more.copy_(x)
+
+    return replace(keys, k=roomy(keys.k), v=roomy(keys.v))
+
+
+def room(x: Tensor) -> int:
+    """For how many keys there is memory where x (B, H, S, D) stands: S, if `with_room` did not make it."""
+    B, H, S, D = x.shape
+    rows = x.stride(1) // max(D, 1)
+    made = x.stride() == (H * rows * D, rows * D, D, 1) and x.storage_offset() == 0
+    return rows if made and x.untyped_storage().nbytes() == B * H * rows * D * x.itemsize else S
 
 
 def extend(keys: Keys | None, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Keys:

@@ -60,9 +60,13 @@ def _tables(*of) -> tuple[Tensor, Tensor]:
 @torch.inference_mode(False)  # what is kept may be asked for under autograd next
 def _angles(size: int, base: float, start: int, count: int, dtype: torch.dtype, device: torch.device):
     at = torch.arange(start, start + count, dtype=torch.float64, device="cpu")
-    speed = base ** (-torch.arange(0, size, 2, dtype=torch.float64, device="cpu") / size)
-    angle = at[:, None] * speed  # float64: exact at any position
+    angle = at[:, None] * speeds(size, base)  # float64: exact at any position
     return angle.cos().to(device, dtype), angle.sin().to(device, dtype)
+
+
+def speeds(size: int, base: float) -> Tensor:
+    """By how much each pair is turned from one position to the next: (size / 2,) in float64."""
+    return base ** (-torch.arange(0, size, 2, dtype=torch.float64, device="cpu") / size)
 
 
 _kept_angles = lru_cache(maxsize=16)(_angles)  # every layer of a model asks for the same

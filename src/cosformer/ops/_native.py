@@ -29,7 +29,9 @@ _GRAD_PLACES = struct.Struct("=8q")  # struct cosformer_grad_places
 CONVOLUTION = struct.Struct("=8q12q2q")  # struct cosformer_convolution_call
 NORM = struct.Struct("=3qdq24qq")  # struct cosformer_norm_call
 _ABSENT = (0,) * 6  # a tensor that is not there
-BLOCK = struct.Struct("=7q4d4q27q3q2q")  # struct cosformer_block
+BLOCK = struct.Struct("=8q4d4q27q3q3q")  # struct cosformer_block
+KEPT = struct.Struct("=4q2qq")  # struct cosformer_kept
+ENDS = struct.Struct("=5qd3q")  # struct cosformer_ends
 _STRUCTS = (_CALL, _PLACES, _GRADS, _GRAD_PLACES, CONVOLUTION, NORM, BLOCK)
 _ABI = reduce(lambda abi, struct: (1000 * abi + struct.size) % 1_000_000_007, _STRUCTS, 0)
 _LARGE = 1 << 25  # bytes: smaller memory malloc gives out again, pages and all; this comes fresh every time
@@ -73,6 +75,8 @@ class _Kernel:
             *[ctypes.c_int64] * 2,
             ctypes.c_void_p,
             *[ctypes.c_int64] * 4,
+            ctypes.c_char_p,
+            *[ctypes.c_void_p] * 3,
         ]
         self.expect = library.cosformer_expect
         self.expect.argtypes, self.expect.restype = [ctypes.c_void_p, ctypes.c_int64], None

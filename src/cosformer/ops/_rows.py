@@ -66,10 +66,27 @@ def _norm(x, weight, eps, y, dy, dx, parts) -> bytes:
     return NORM.pack(*sizes, *(number for t in tensors for number in t), dweight)
 
 
-def step(blocks: bytes, kept: bytes, count: int, dtype: torch.dtype, x: Tensor, position: int) -> None:
-    """x (B, C), in float32, and what the blocks keep, in place; `dtype` is that of the parameters."""
+def step(
+    blocks: bytes,
+    kept: bytes,
+    count: int,
+    dtype: torch.dtype,
+    x: Tensor,
+    position: int,
+    ends: bytes | None = None,
+    ids: Tensor | None = None,
+    places: Tensor | None = None,
+    logits: Tensor | None = None,
+) -> bool:
+    """x (B, C), in float32, and what the blocks keep, in place; `dtype` is that of the parameters.
+
+    False where a table has no row for an id or a place: nothing was changed then.
+    """
     sizes = (*x.shape, position, torch.get_num_threads())
-    failed = kernel().step(blocks, kept, count, DTYPES[dtype], x.data_ptr(), *sizes)
+    outer = [0 if t is None else t.data_ptr() for t in (ids, places, logits)]
+    failed = kernel().step(blocks, kept, count, DTYPES[dtype], x.data_ptr(), *sizes, ends, *outer)
     if failed == 2:
         raise ValueError("decay rates must be finite and 0 or more; a gate of this model gives others")
-    check(failed)
+    if failed != 3:
+        check(failed)
+    return failed != 3

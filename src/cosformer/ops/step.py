@@ -1,13 +1,14 @@
 """One token a row through whole blocks of a decoder at once, in place, by the native kernel.
 
+    x = embeddings[ids]                where the tokens are given by their numbers
     x += o(mixed)                      q, k, v = projections of norm(x), convolved; q and k normed
     x += down(silu(gate n) * up n)     n = norm(x) again
+    logits = head(norm(x))             where they are asked for
 
 A block written in torch is thirty short calls for one token, and their overhead is longer than their work.
 """
 
 import math
-import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,6 +57,8 @@ class Block:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     qk_norm_eps: float = 0.0
+    softmax: bool = False  # over all keys and values, in place of a state ...
+    turns: Tensor | None = None  # ... with rotary positions: radians per position (size / 2,), in float64
 
     def linears(self) -> tuple[Linear | None, ...]:
         return self.q, self.k, self.v, self.o, self.gate, self.up, self.down, self.rate_gate, self.output_gate
@@ -69,11 +72,14 @@ class Block:
     def dtype(self) -> torch.dtype:
         return self.norm.dtype
 
-    def kept(self, rows: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of what a stream of so many rows keeps: its state, and the last of q, k and v."""
+    def kept(self, rows: int, position: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shapes and dtypes of what a stream of so many rows keeps after so many tokens: its state, or its
+        keys and values, and the last of q, k and v."""
         features = 2 * self.size if min(self.horizons) < math.inf else self.size
-        state = (rows, self.heads, features, self.size + 1), torch.float32
-        return [state, *(((rows, taps.shape[1] - 1, taps.shape[0]), self.dtype) for taps in self.conv)]
+        states = [((rows, self.heads, features, self.size + 1), torch.float32)]
+        if self.softmax:
+            states = [((rows, self.heads, position, self.size), self.dtype)] * 2
+        return [*states, *(((rows, taps.shape[1] - 1, taps.shape[0]), self.dtype) for taps in self.conv)]
 
     def is_taken(self) -> bool:
         """Whether the kernel reads such tensors."""
@@ -83,38 +89,92 @@ class Block:
         return all(_rows.takes(t) and t.dtype == dtype and t.is_contiguous() for t, dtype in kinds)
 
 
-class Blocks:
-    """Consecutive blocks, packed: good as long as their tensors stay where they are, which `current` says."""
+@dataclass(frozen=True)
+class Ends:
+    """What stands around the blocks of a language model."""
 
-    def __init__(self, blocks: Sequence[Block]):
-        self._tensors = [t for block in blocks for t in block.tensors()]
-        self._places, self.dtype = self._now(), blocks[0].dtype
+    embeddings: Tensor  # (vocabulary, C)
+    norm: Tensor
+    norm_eps: float
+    head: Linear
+    positions: Tensor | None = None  # (most, C): a vector for each position, where they are learned
+
+    def tensors(self) -> list[Tensor]:
+        parts = [self.embeddings, self.positions, self.norm, self.head.weight, self.head.bias]
+        return [t for t in parts if t is not None]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.norm.dtype
+
+    def is_taken(self) -> bool:
+        if self.dtype not in DTYPES:
+            return False
+        return all(_rows.takes(t) and t.dtype == self.dtype and t.is_contiguous() for t in self.tensors())
+
+
+class Blocks:
+    """Consecutive blocks, packed: good as long as their tensors stay where they are, which `current` says.
+
+    With `ends` it may begin with the numbers of tokens and end with logits; there may be no block between.
+    """
+
+    def __init__(self, blocks: Sequence[Block], ends: Ends | None = None):
+        parts: list[Block | Ends] = [*blocks] if ends is None else [*blocks, ends]
+        self._tensors = [t for part in parts for t in part.tensors()]
+        self._places, self.dtype = self._now(), (blocks[0] if ends is None else ends).dtype
         cpu = torch.device("cpu")
         self._angles = [
             theta(b.horizons * (b.heads // len(b.horizons)), cpu) if min(b.horizons) < torch.inf else None
             for b in blocks
         ]
-        self._packed = b"".join(map(_packed, blocks, self._angles))
+        self._packed, self._blocks = b"".join(map(_packed, blocks, self._angles)), list(blocks)
+        self._ends = None if ends is None else _packed_ends(ends)
 
     @property
     def current(self) -> bool:
         return self._now() == self._places
 
-    def _now(self) -> list:  # for every token, so by the quickest way
+    def _now(self) -> list:  # for every token, so by the quickest way; with strides a size says the shape
         kinds = [t.dtype for t in self._tensors]
-        return [*map(Tensor.data_ptr, self._tensors), *map(Tensor.stride, self._tensors), *kinds]
+        sizes = (Tensor.data_ptr, Tensor.stride, Tensor.numel)
+        return [*(number for of in sizes for number in map(of, self._tensors)), *kinds]
 
-    def __call__(self, x: Tensor, kept: Sequence[tuple[Tensor, ...]], position: int) -> None:
-        """x (B, C) in float32 and, for each block, its state (B, H, F, E + 1) and the last q, k and v that
-        its convolution looks back at, (B, width - 1, channels) each: all contiguous, and changed in place."""
-        places = [t.data_ptr() for tensors in kept for t in (*tensors, *(x,) * (4 - len(tensors)))]
-        packed_places = struct.pack(f"={len(places)}q", *places)
-        _rows.step(self._packed, packed_places, len(kept), self.dtype, x, position)
+    def hold(self) -> list[Tensor]:
+        """What this reads, so that it stays while the list is kept, whatever the parameters become."""
+        return [t.detach() for t in self._tensors]
+
+    def packed(self, kept: Sequence[tuple[Tensor, ...]]) -> bytes:
+        """Where the streams are, for `__call__`.
+
+        For each block its state (B, H, F, E + 1), or of softmax its keys and values (B, H, S, D) with room
+        for one more behind them, and the last q, k and v that its convolution looks back at, (B, width - 1,
+        channels) each, contiguous.
+        """
+        return b"".join(map(_packed_kept, self._blocks, kept))
+
+    def __call__(
+        self,
+        x: Tensor,
+        kept: bytes,
+        position: int,
+        ids: Tensor | None = None,
+        places: Tensor | None = None,
+        logits: Tensor | None = None,
+    ) -> bool:
+        """x (B, C) in float32 and what is kept, changed in place.
+
+        Of ids (B,), and places (B,) where positions are learned, x is made first; logits (B, vocabulary) in
+        float32 are filled. False where there is no row for an id or a place: then nothing is changed.
+        """
+        ends = self._ends
+        count = len(self._blocks)
+        return _rows.step(self._packed, kept, count, self.dtype, x, position, ends, ids, places, logits)
 
 
-def takes(x: Tensor) -> bool:
-    """Whether the kernel takes the tokens x (B, C) now."""
-    if not _rows.takes(x) or x.dtype not in DTYPES or x.shape[0] > MOST_ROWS:
+def takes(x: Tensor, rows: int) -> bool:
+    """Whether the kernel takes so many tokens now, of the kind of x."""
+    if not _rows.takes(x) or x.dtype not in DTYPES or rows > MOST_ROWS:
         return False
     return not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled())
 
@@ -133,8 +193,21 @@ def _packed(b: Block, angles: Tensor | None) -> bytes:
     ]
     width = b.conv[0].shape[1] if b.conv else 0
     return _native.BLOCK.pack(
-        b.heads, b.kv_heads, b.size, len(b.gate.weight), width, b.relu, b.signed,
+        b.heads, b.kv_heads, b.size, len(b.gate.weight), width, b.relu, b.signed, b.softmax,
         b.eps, b.norm_eps, b.qk_norm_eps, b.largest_exponent,
         _at(b.norm), _at(b.mlp_norm), _at(b.q_norm), _at(b.k_norm),
-        *linears, *(map(_at, b.conv or (None, None, None))), _at(b.rates), _at(angles),
+        *linears, *(map(_at, b.conv or (None, None, None))), _at(b.rates), _at(angles), _at(b.turns),
     )  # fmt: skip
+
+
+def _packed_ends(e: Ends) -> bytes:
+    tables = [(0, 0) if t is None else (_at(t), len(t)) for t in (e.embeddings, e.positions)]
+    head = _at(e.head.weight), _at(e.head.bias), len(e.head.weight)
+    return _native.ENDS.pack(*tables[0], *tables[1], _at(e.norm), e.norm_eps, *head)
+
+
+def _packed_kept(b: Block, tensors: tuple[Tensor, ...]) -> bytes:
+    states, last = tensors[: 1 + b.softmax], (*tensors[1 + b.softmax :], None, None, None)[:3]
+    state = 0 if b.softmax else states[0].data_ptr()
+    keys = (*map(Tensor.data_ptr, states), states[0].stride(1) // b.size) if b.softmax else (0, 0, 0)
+    return _native.KEPT.pack(state, *map(_at, last), *keys)

@@ -27,10 +27,11 @@ class Kind(NamedTuple):
 TIME = Kind("ms", "time, ms", lambda row: row.ms)
 MEMORY = Kind("memory", "peak memory, MiB", lambda row: row.memory_mib)
 CACHE = Kind("cache", "cache, MiB", lambda row: row.cache_bytes and row.cache_bytes / 2**20)
-WORK = {
+WORK = {  # decoding is one token's forward, generating a token of `generate`, with all that it does
     "forward": "Forward of {}",
     "training": "Training {}: forward and backward",
     "decoding": "Decoding with {}",
+    "generating": "A token of generate with {}",
 }
 
 

@@ -131,7 +131,7 @@ def cost_panels(rows: list[Cost], id_: str) -> list[Panel]:
     """A panel for each kind of cost measured at two lengths or more; a ring where ours crosses softmax."""
     panels = []
     place = costs.Contest(rows).crossing
-    x = {"decoding": "tokens of context"}.get(rows[0].work, "length, tokens")
+    x = "tokens of context" if rows[0].work in ("decoding", "generating") else "length, tokens"
     for kind in costs.kinds(rows):
         curves = {mixer: costs.points(rows, mixer, kind) for mixer in costs.mixers(rows)}
         if lines := [Line(mixer, curve) for mixer, curve in curves.items() if len(curve) > 1]:

@@ -145,24 +145,42 @@ typedef struct {
 
 typedef struct {
     int64_t heads, kv_heads, size, hidden, conv_width, relu, signed_norm;
+    int64_t softmax;               /* over the keys and values that are kept, in place of all that a state and its rates need */
     double eps, norm_eps, qk_norm_eps, largest_exponent;
     const void *norm, *mlp_norm, *q_norm, *k_norm;
     cosformer_linear q, k, v, o, gate, up, down, rate_gate, output_gate;
     const void *conv[3];           /* of q, k, v: (channels, width), the newest token first */
     const float *rates;            /* (heads,), times exp(min(rate_gate n, largest_exponent)) where that gate is */
     const double *theta;           /* (heads,) or NULL: no cosine */
+    const double *turns;           /* of softmax: (size / 2,) radians per position by which rotary positions turn pairs, or NULL */
 } cosformer_block;
 
 /* What a block keeps of a stream; all of it is changed in place. */
 typedef struct {
     float *state;                  /* (B, heads, F, size + 1) contiguous */
     void *last[3];                 /* q, k, v before the convolution: (B, width - 1, channels) contiguous, the newest token last */
+    void *keys, *values;           /* of softmax: (B, heads, room, size), as many of them filled as there were tokens, fewer than room */
+    int64_t room;
 } cosformer_kept;
 
-int cosformer_step(const cosformer_block *blocks, const cosformer_kept *kept, int64_t count, int64_t dtype, float *x /* (B, C) */,
-                   int64_t B, int64_t C, int64_t position, int64_t threads);
+/* What stands before and after the blocks of a language model: x = embeddings[ids] + positions[places], logits = head n. */
+typedef struct {
+    const void *embeddings;        /* (vocabulary, C) */
+    int64_t vocabulary;
+    const void *positions;         /* (most, C), or NULL */
+    int64_t most;
+    const void *norm;
+    double norm_eps;
+    cosformer_linear head;
+} cosformer_ends;
 
-/* These return 0, 1 when memory ran out, or 2 when a decay rate is negative, infinite or NaN; then the output means nothing.
+/* x (B, C) comes in, or is made of ids (B,) and, where positions are learned, places (B,); it goes out changed.  logits (B, head.rows) or
+ * NULL. */
+int cosformer_step(const cosformer_block *blocks, const cosformer_kept *kept, int64_t count, int64_t dtype, float *x, int64_t B, int64_t C,
+                   int64_t position, int64_t threads, const cosformer_ends *ends, const int64_t *ids, const int64_t *places, float *logits);
+
+/* These return 0, 1 when memory ran out, 2 when a decay rate is negative, infinite or NaN, or 3 when a table has no such row (nothing is
+ * changed then); the output means nothing.
  * Places that are NULL are those in the call itself. */
 int cosformer_forward(const cosformer_call *call, const cosformer_places *places);
 int cosformer_backward(const cosformer_call *call, const cosformer_grads *grads, const cosformer_places *places,

@@ -1,54 +1,30 @@
-// One token a row through whole blocks of a model (cosformer.h): what is left of decoding when a state has constant size is reading the
-// weights, so all threads stay in one parallel region and meet between the products.
+// One token a row through whole blocks of a model and what stands around them (cosformer.h): what is left of decoding when a state has
+// constant size is reading the weights, so all threads stay in one parallel region and meet between the products.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <vector>
 
+#include "attend.h"
 #include "cosformer.h"
 #include "decode.h"
+#include "dots.h"
 #include "host.h"
 #include "parallel.h"
 
 namespace {
 
-typedef uint16_t narrow __attribute__((vector_size(2 * W), aligned(2)));
-typedef uint32_t wide __attribute__((vector_size(4 * W)));
-
-inline vec load(const Bf16 *p) {
-    return reinterpret_cast<vec>(__builtin_convertvector(*reinterpret_cast<const narrow *>(p), wide) << 16);
-}
-
-// dots of R rows of w, each of n numbers, with x
-template <int R, class T>
-inline void dots(const T *w, const float *x, int64_t n, float *y) {
-    vec sums[R][2] = {};
-    int64_t i = 0;
-    for (; i + 2 * W <= n; i += 2 * W)
-        for (int r = 0; r < R; r++)
-            for (int p = 0; p < 2; p++) sums[r][p] += load(w + r * n + i + p * W) * load(x + i + p * W);
-    for (int r = 0; r < R; r++) {
-        float s = sum(sums[r][0] + sums[r][1]);
-        for (int64_t j = i; j < n; j++) s += to_float(w[r * n + j]) * x[j];
-        y[r] = s;
-    }
-}
-
-// what(row, b, (w x_b + bias)[row]) for the rows [first, last) of w (., n); x is (B, n).  Every weight is read once.
+// what(row, b, (w x_b + bias)[row]) for the rows [first, last) of w (., n); x is (B, n).  Every weight is read once, one after the other.
 template <class T, class What>
 void project(const T *w, const T *bias, int64_t first, int64_t last, const float *x, int64_t B, int64_t n, What what) {
-    constexpr int R = 4;
-    float y[R];
-    auto rows = [&](auto count, int64_t row) {
-        for (int64_t b = 0; b < B; b++) {
-            dots<count>(w + row * n, x + b * n, n, y);
-            for (int r = 0; r < count; r++) what(row + r, b, y[r] + (bias ? to_float(bias[row + r]) : 0));
-        }
-    };
-    int64_t row = first;
-    for (; row + R <= last; row += R) rows(std::integral_constant<int, R>(), row);
-    for (; row < last; row++) rows(std::integral_constant<int, 1>(), row);
+    for (int64_t row = first; row < last; row++) {
+        const float add = bias ? to_float(bias[row]) : 0;
+        float y[2];
+        int64_t b = 0;
+        for (; b + 2 <= B; b += 2) dots<2>(w + row * n, x + b * n, n, y), what(row, b, y[0] + add), what(row, b + 1, y[1] + add);
+        if (b < B) dots<1>(w + row * n, x + b * n, n, y), what(row, b, y[0] + add);
+    }
 }
 
 template <class T>
@@ -72,16 +48,26 @@ class Step {
         for (auto [buffer, size] : {std::pair(&qkv_, qkv), {&rates_, heads}, {&gates_, wide}, {&mixed_, wide}, {&hidden_, hidden}}) buffer->resize(B * size);
     }
 
+    // The rows of the tables that are the tokens before the blocks; false where there is no such row.
+    bool embed(const cosformer_ends &ends, const int64_t *ids, const int64_t *places) {
+        for (int64_t at = 0; at < B; at++) {
+            if (ids[at] < 0 || ids[at] >= ends.vocabulary || (places && (places[at] < 0 || places[at] >= ends.most))) return false;
+            read_run(in(ends.embeddings) + ids[at] * C, x_ + at * C, C, -INFINITY);
+            if (places) for (int64_t i = 0; i < C; i++) x_[at * C + i] += to_float(in(ends.positions)[places[at] * C + i]);
+        }
+        return true;
+    }
+
     // The part of one of `threads` threads; normed (B, C) is its own.
-    void run(int64_t thread, int64_t threads, float *normed) {
+    void run(int64_t thread, int64_t threads, float *normed, const cosformer_ends *ends, float *logits) {
         FlushSubnormals flush;
+        auto share = [&](int64_t n, auto what) { what(n * thread / threads, n * (thread + 1) / threads); };
+        auto products = [&](const cosformer_linear &l, const float *x, int64_t n, auto what) {
+            if (l.weight) share(l.rows, [&](int64_t first, int64_t last) { project(in(l.weight), in(l.bias), first, last, x, B, n, what); });
+        };
+        auto add = [&](int64_t row, int64_t at, float y) { x_[at * C + row] += y; };
         for (int64_t i = 0; i < count_; i++) {
             const cosformer_block &b = blocks_[i];
-            auto share = [&](int64_t n, auto what) { what(n * thread / threads, n * (thread + 1) / threads); };
-            auto products = [&](const cosformer_linear &l, const float *x, int64_t n, auto what) {
-                if (l.weight) share(l.rows, [&](int64_t first, int64_t last) { project(in(l.weight), in(l.bias), first, last, x, B, n, what); });
-            };
-            auto add = [&](int64_t row, int64_t at, float y) { x_[at * C + row] += y; };
 
             const int64_t q = b.heads * b.size, kv = b.kv_heads * b.size, all = q + 2 * kv;
             for (int64_t at = 0; at < B; at++) normalise(x_ + at * C, in(b.norm), C, b.norm_eps, normed + at * C);
@@ -112,6 +98,9 @@ class Step {
             products(b.down, hidden_.data(), b.hidden, add);
             meet();
         }
+        if (!logits) return;
+        for (int64_t at = 0; at < B; at++) normalise(x_ + at * C, in(ends->norm), C, ends->norm_eps, normed + at * C);
+        products(ends->head, normed, C, [&](int64_t row, int64_t at, float y) { logits[at * ends->head.rows + row] = y; });
     }
 
     bool refused() const { return refused_; }
@@ -149,6 +138,11 @@ class Step {
         }
         if (b.q_norm) normalise(x[0], in(b.q_norm), D, b.qk_norm_eps, x[0]), normalise(x[1], in(b.k_norm), D, b.qk_norm_eps, x[1]);
 
+        if (b.softmax) {
+            attend(b, kept, at, head, x[0], x[1], x[2]);
+            gate(b, at, head);
+            return;
+        }
         float rate = b.rates ? b.rates[head] : 0;
         if (b.rate_gate.weight) rate *= std::exp(std::min(rates_[at * b.heads + head], static_cast<float>(b.largest_exponent)));
         if (!(rate >= 0 && rate < INFINITY)) refused_ = true;
@@ -163,7 +157,28 @@ class Step {
         s.state_in.data = reinterpret_cast<char *>(kept.state + (at * b.heads + head) * s.F * (D + 1));
         s.state_in.row = D + 1, s.state_out = s.state_in;
         decode(s);
-        if (b.output_gate.weight) for (int64_t d = 0; d < D; d++) out[d] *= gates_[at * q + head * D + d];
+        gate(b, at, head);
+    }
+
+    void gate(const cosformer_block &b, int64_t at, int64_t head) {
+        const int64_t begin = (at * b.heads + head) * b.size;
+        if (b.output_gate.weight) for (int64_t d = begin; d < begin + b.size; d++) mixed_[d] *= gates_[d];
+    }
+
+    // Softmax: q, k and v at their position, k and v behind those that are kept, and q over all of them.
+    void attend(const cosformer_block &b, const cosformer_kept &kept, int64_t at, int64_t head, float *q, float *k, float *v) {
+        const int64_t D = b.size, row = at * b.heads + head;
+        for (int64_t d = 0; b.turns && d < D / 2; d++) {
+            const double angle = static_cast<double>(position_) * b.turns[d];
+            const float c = static_cast<float>(std::cos(angle)), s = static_cast<float>(std::sin(angle));
+            for (float *x : {q, k}) {
+                const float first = x[d], second = x[d + D / 2];
+                x[d] = first * c - second * s, x[d + D / 2] = first * s + second * c;
+            }
+        }
+        T *keys = static_cast<T *>(kept.keys) + row * kept.room * D, *values = static_cast<T *>(kept.values) + row * kept.room * D;
+        write_run(k, keys + position_ * D, D, 1), write_run(v, values + position_ * D, D, 1);
+        softmax(q, keys, values, position_ + 1, D, mixed_.data() + row * D);
     }
 
     // The tokens that the next convolution looks back at.
@@ -182,11 +197,12 @@ class Step {
 
 template <class T>
 int run(const cosformer_block *blocks, const cosformer_kept *kept, int64_t count, float *x, int64_t B, int64_t C, int64_t position,
-        int64_t threads) try {
+        int64_t threads, const cosformer_ends *ends, const int64_t *ids, const int64_t *places, float *logits) try {
     Step<T> step(blocks, kept, count, x, B, C, position);
+    if (ids && !step.embed(*ends, ids, places)) return 3;
     threads = host::forked() || C < 128 ? 1 : std::max<int64_t>(threads, 1);  // a narrow block is done before a thread is awake
     std::vector<float> normed(threads * B * C);
-    team(threads, [&](int64_t thread, int64_t all) { step.run(thread, all, normed.data() + thread * B * C); });
+    team(threads, [&](int64_t thread, int64_t all) { step.run(thread, all, normed.data() + thread * B * C, ends, logits); });
     return step.refused() ? 2 : 0;
 } catch (const std::bad_alloc &) {
     return 1;
@@ -195,6 +211,8 @@ int run(const cosformer_block *blocks, const cosformer_kept *kept, int64_t count
 }  // namespace
 
 __attribute__((visibility("default"))) int cosformer_step(const cosformer_block *blocks, const cosformer_kept *kept, int64_t count,
-                                                          int64_t dtype, float *x, int64_t B, int64_t C, int64_t position, int64_t threads) {
-    return (dtype == COSFORMER_BF16 ? run<Bf16> : run<float>)(blocks, kept, count, x, B, C, position, threads);
+                                                          int64_t dtype, float *x, int64_t B, int64_t C, int64_t position, int64_t threads,
+                                                          const cosformer_ends *ends, const int64_t *ids, const int64_t *places,
+                                                          float *logits) {
+    return (dtype == COSFORMER_BF16 ? run<Bf16> : run<float>)(blocks, kept, count, x, B, C, position, threads, ends, ids, places, logits);
 }
