@@ -12,7 +12,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, StoppingCriteria,
 from transformers.generation import GenerationMixin
 from transformers.generation.streamers import BaseStreamer
 
-from cosformer.hf import CosformerConfig, CosformerForCausalLM, loop, step
+from cosformer.hf import CosformerConfig, CosformerForCausalLM, decoder, loop, stack, step
 
 pytestmark = pytest.mark.skipif("native" not in RUNNING, reason="the native kernel is not built")
 
@@ -38,8 +38,11 @@ def loops(monkeypatch):
     class Loops(list):
         calls = 0
 
-        def theirs(self):
+        def theirs(self, *, general=False):
             monkeypatch.setattr(loop.Loop, "of", lambda *args: None)
+            if general:  # and block by block
+                monkeypatch.setattr(decoder, "next_logits", lambda *args: None)
+                monkeypatch.setattr(stack, "next_token", lambda *args: None)
 
     made, of, called = Loops(), loop.Loop.of, loop.Loop._called
 
@@ -151,8 +154,9 @@ class Stops(StoppingCriteria):
         return torch.full((len(input_ids),), input_ids.shape[1] >= 20)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("rows", [1, 2])
-def test_others_hear_the_same(loops, rows):
+def test_others_hear_the_same(loops, rows, dtype):
     heard = []
     for turn in range(2):
         if turn:
@@ -165,13 +169,13 @@ def test_others_hear_the_same(loops, rows):
         }
         given |= {"stopping_criteria": StoppingCriteriaList([stops])}
         given |= {"streamer": streamer} if rows == 1 else {}
-        text = model().generate(ids(rows), **(PLAIN | given))
+        text = model().to(dtype).generate(ids(rows), **(PLAIN | given))
         heard.append([text, *chooses.seen, *stops.seen, *streamer.heard])
     assert heard[0][0].shape[1] == 20 and len(heard[0]) > 3 * 13
     for mine, yours in zip(*heard, strict=True):
         assert (mine is None) == (yours is None)
         if mine is not None:
-            torch.testing.assert_close(mine, yours, atol=1e-4, rtol=1e-4)
+            assert torch.equal(mine, yours)  # to the last digit: it is one kernel
 
 
 def scaled(it):
@@ -335,13 +339,14 @@ def test_scores_and_embeddings_are_transformers_own(loops):
     assert torch.equal(text[0], out.sequences[0, 7:])
 
 
-def test_adapters_are_called(loops):
+@pytest.mark.parametrize("target", ["q_proj", "lm_head", "embed_tokens"])
+def test_adapters_are_called(loops, target):
     peft = pytest.importorskip("peft")
 
     def adapted():
-        it = peft.get_peft_model(model(), peft.LoraConfig(r=2, target_modules=["q_proj", "lm_head"]))
+        it = peft.get_peft_model(model(), peft.LoraConfig(r=2, target_modules=[target]))
         for name, p in it.named_parameters():
-            if "lora_B" in name:
+            if "lora_" in name:
                 torch.manual_seed(len(name))
                 p.data.normal_()
         return it.eval()
@@ -349,7 +354,7 @@ def test_adapters_are_called(loops):
     prompt, texts = ids(), []
     for turn in range(2):
         if turn:
-            loops.theirs()
+            loops.theirs(general=True)
         texts.append(adapted().generate(input_ids=prompt, attention_mask=torch.ones_like(prompt), **PLAIN))
     assert torch.equal(*texts) and not torch.equal(texts[0], model().generate(prompt, **PLAIN))
 
