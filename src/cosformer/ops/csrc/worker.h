@@ -11,15 +11,6 @@
 
 namespace {
 
-inline float dot(const float *a, const float *b, int64_t n) {
-    vec sums = {};
-    int64_t i = 0;
-    for (; i + W <= n; i += W) sums += load(a + i) * load(b + i);
-    float s = sum(sums);
-    for (; i < n; i++) s += a[i] * b[i];
-    return s;
-}
-
 class Worker {
   public:
     explicit Worker(const Sequence &sequence) : s(sequence), D(s.D), E(s.E), F(s.F), C(s.chunk()) {
@@ -88,14 +79,14 @@ class Worker {
         load_keys(c), load_queries(c);
         transpose(q, ldD, c.n, D, xt, ldC);
         for (int64_t i = 0; i < c.n; i += COLS) {
-            gemm<Plain>(c.n, COLS, D, k, ldD, xt + i, ldC, scores, ldC, 0, soon);
+            gemm<Plain>(c.n, COLS, D, k, ldD, xt + i, ldC, Added{scores, ldC}, soon);
             vec sums[VECS] = {};
             for (int64_t j = 0; j < c.n; j++) {
                 keep(scores + j * ldC, weight(j, i), i, 0, c.n);
                 for (int n = 0; n < VECS; n++) sums[n] += load(scores + j * ldC + n * W);
             }
             for (int n = 0; n < VECS; n++) store(row_sums + i + n * W, sums[n]);
-            gemm<Transposed>(std::min<int64_t>(COLS, c.n - i), E, c.n, scores, ldC, v, ldE, y + i * ldE, ldE, 0, soon);
+            gemm<Transposed>(std::min<int64_t>(COLS, c.n - i), E, c.n, scores, ldC, v, ldE, Added{y + i * ldE, ldE}, soon);
         }
         for (int64_t i = 0; i < c.n; i++) {
             if (s.norm) s.norm[i] = row_sums[i];
@@ -151,7 +142,7 @@ class Worker {
     double *rates, *before, *after, *running;  // exp(-rate), and its products: see cosformer.h
     double total = 1;             // decay over the chunk
     int64_t ahead = 0;            // from this chunk's rows to the next's
-    Soon soon;
+    Soon soon{3};
 
     // cos and sin of theta * i by repeated rotation: in double, C steps cost nothing.
     void turn(double rate) {
@@ -259,8 +250,7 @@ class Worker {
         for (int64_t i = 0; i < n; i++)
             for (int64_t p = 0; p < s.parts; p++)  // in this order: a part's last vector may run into the next part
                 for (int64_t d = 0; d < D; d += W) store(phi + i * ldF + p * D + d, push_by[p][i] * load(x + i * ldD + d));
-        gemm<Transposed>(E + 1, F, n, rows, ldE, phi, ldF, state.at, ldF, state.empty ? 0 : static_cast<float>(total), soon,
-                         state.lost);
+        gemm<Transposed>(E + 1, F, n, rows, ldE, phi, ldF, Added{state.at, ldF, state.empty ? 0 : static_cast<float>(total), state.lost}, soon);
         state.empty = false;
     }
 
@@ -273,7 +263,7 @@ class Worker {
         for (int64_t p = 0; p < s.parts; p++)
             for (int64_t d = 0; d < D; d++)
                 for (int64_t i = 0; i < n; i += W) store(phit + (p * D + d) * ldC + i, load(read_by[p] + i) * load(xt + d * ldC + i));
-        gemm<Plain>(E + 1, n, F, state.at, ldF, phit, ldC, yt, ldC, 0, soon);
+        gemm<Plain>(E + 1, n, F, state.at, ldF, phit, ldC, Added{yt, ldC}, soon);
     }
 
     // dx = gradient of f(x) from that of the rows read; x itself serves the decay's gradient.  False: there was nothing to pull.
@@ -282,7 +272,7 @@ class Worker {
             std::fill_n(dx, c.n * ldD, 0.f);
             return false;
         }
-        gemm<Plain>(c.n, F, E + 1, dyx, ldE, state.at, ldF, dphi, ldF, 0, soon);
+        gemm<Plain>(c.n, F, E + 1, dyx, ldE, state.at, ldF, Added{dphi, ldF}, soon);
         for (int64_t i = 0; i < c.n; i++)
             for (int64_t d = 0; d < D; d += W) {
                 vec g = read_by[0][i] * load(dphi + i * ldF + d);
@@ -315,9 +305,9 @@ class Worker {
     void attend(const Chunk &c) {
         for (int64_t i = 0; i < c.n; i += COLS) {
             int64_t keys = s.causal ? std::min(c.n, i + COLS) : c.n;  // up to the strip's last query
-            gemm<Plain>(keys, COLS, D, k, ldD, xt + i, ldC, scores, ldC, 0, soon);
+            gemm<Plain>(keys, COLS, D, k, ldD, xt + i, ldC, Added{scores, ldC}, soon);
             for (int64_t j = 0; j < keys; j++) keep(scores + j * ldC, weight(j, i), i, s.causal ? j : 0, c.n);
-            gemm<Transposed>(E + 1, COLS, keys, v, ldE, scores, ldC, yt + i, ldC, 1, soon);
+            gemm<Transposed>(E + 1, COLS, keys, v, ldE, scores, ldC, Added{yt + i, ldC, 1}, soon);
         }
     }
 
@@ -338,8 +328,8 @@ class Worker {
         transpose(v, ldE, c.n, E + 1, vt, ldC);
         for (int64_t j = 0; j < c.n; j += COLS) {
             int64_t first = s.causal ? j : 0;  // the first query that sees the strip
-            gemm<Plain>(c.n - first, COLS, D, q + first * ldD, ldD, xt + j, ldC, scores + first * ldC + j, ldC, 0, soon);
-            gemm<Plain>(c.n - first, COLS, E + 1, dy + first * ldE, ldE, vt + j, ldC, dscores + first * ldC + j, ldC, 0, soon);
+            gemm<Plain>(c.n - first, COLS, D, q + first * ldD, ldD, xt + j, ldC, Added{scores + first * ldC + j, ldC}, soon);
+            gemm<Plain>(c.n - first, COLS, E + 1, dy + first * ldE, ldE, vt + j, ldC, Added{dscores + first * ldC + j, ldC}, soon);
             for (int64_t i = first; i < c.n; i++) {
                 int64_t at = i * ldC + j, end = s.causal ? i + 1 : c.n;
                 keep(scores + at, weight(i, j), j, 0, end);
@@ -364,15 +354,15 @@ class Worker {
     void add_dq(const Chunk &c, bool pulled) {
         for (int64_t i = 0; i < c.n; i += COLS) {
             int64_t rows = std::min<int64_t>(COLS, c.n - i), keys = s.causal ? i + rows : c.n;
-            gemm<Plain>(rows, D, keys, dscores + i * ldC, ldC, k, ldD, dx + i * ldD, ldD, pulled ? 1 : 0, soon);
+            gemm<Plain>(rows, D, keys, dscores + i * ldC, ldC, k, ldD, Added{dx + i * ldD, ldD, pulled ? 1.f : 0.f}, soon);
         }
     }
 
     void add_dk_dv(const Chunk &c, bool pulled) {
         for (int64_t j = 0; j < c.n; j += COLS) {
             int64_t rows = std::min<int64_t>(COLS, c.n - j), first = s.causal ? j : 0, queries = c.n - first;
-            gemm<Transposed>(rows, D, queries, dscores + first * ldC + j, ldC, q + first * ldD, ldD, dx + j * ldD, ldD, pulled ? 1 : 0, soon);
-            gemm<Transposed>(E, COLS, queries, dy + first * ldE, ldE, scores + first * ldC + j, ldC, yt + j, ldC, 1, soon);
+            gemm<Transposed>(rows, D, queries, dscores + first * ldC + j, ldC, q + first * ldD, ldD, Added{dx + j * ldD, ldD, pulled ? 1.f : 0.f}, soon);
+            gemm<Transposed>(E, COLS, queries, dy + first * ldE, ldE, scores + first * ldC + j, ldC, Added{yt + j, ldC, 1}, soon);
         }
     }
 
