@@ -32,7 +32,7 @@ _ABSENT = (0,) * 6  # a tensor that is not there
 BLOCK = struct.Struct("=7q4d4q27q3q2q")  # struct cosformer_block
 _STRUCTS = (_CALL, _PLACES, _GRADS, _GRAD_PLACES, CONVOLUTION, NORM, BLOCK)
 _ABI = reduce(lambda abi, struct: (1000 * abi + struct.size) % 1_000_000_007, _STRUCTS, 0)
-_LARGE = 1 << 25  # bytes: smaller memory malloc gives out again, pages and all; this comes fresh every time
+_LARGE = 1 << 22  # bytes: what is smaller malloc gives out again, pages and all; this may come fresh again
 _CPU = torch.device("cpu")
 
 _log = logging.getLogger("cosformer")
