@@ -34,7 +34,7 @@ KEPT = struct.Struct("=4q2qq")  # struct cosformer_kept
 ENDS = struct.Struct("=5qd3q")  # struct cosformer_ends
 _STRUCTS = (_CALL, _PLACES, _GRADS, _GRAD_PLACES, CONVOLUTION, NORM, BLOCK)
 _ABI = reduce(lambda abi, struct: (1000 * abi + struct.size) % 1_000_000_007, _STRUCTS, 0)
-_LARGE = 1 << 25  # bytes: smaller memory malloc gives out again, pages and all; this comes fresh every time
+_LARGE = 1 << 22  # bytes: what is smaller malloc gives out again, pages and all; this may come fresh again
 _CPU = torch.device("cpu")
 
 _log = logging.getLogger("cosformer")

@@ -1,6 +1,7 @@
 // The one matrix product everything is made of, over compiler vector types.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace {
@@ -31,55 +32,113 @@ inline float sum(vec x) {
     return s;
 }
 
+inline float dot(const float *a, const float *b, int64_t n) {
+    vec sums = {};
+    int64_t i = 0;
+    for (; i + W <= n; i += W) sums += load(a + i) * load(b + i);
+    float s = sum(sums);
+    for (; i < n; i++) s += a[i] * b[i];
+    return s;
+}
+
 // How the left operand lies in memory: element (r, t) at a[r * lda + t], or transposed at a[t * lda + r].
 enum Layout { Plain, Transposed };
 
-// c (R x COLS) = alpha * c + a (R x steps) * b (steps x COLS).  alpha == 0 means that c holds nothing yet.  The product is summed apart
-// and then added, for c may be large beside it.  With `lost`, of c's shape, that sum is compensated: what rounding takes from c is kept
-// there and enters the next sum, so that however many they are they lose no digits.  Not inlined: how much of it the compiler would copy
-// where changes with every product that is added elsewhere, and by 5 to 10 % the time of those that were there.
-template <int R, Layout A>
-__attribute__((noinline)) void tile(int64_t steps, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc, float alpha, float *lost) {
-    vec acc[R][VECS];
-    for (int r = 0; r < R; r++)
-        for (int n = 0; n < VECS; n++) acc[r][n] = lost && alpha != 0 ? alpha * load(lost + r * ldc + n * W) : vec{};
-    for (int64_t t = 0; t < steps; t++) {
-        vec bt[VECS];
-        for (int n = 0; n < VECS; n++) bt[n] = load(b + t * ldb + n * W);
-        for (int r = 0; r < R; r++) {
-            float art = A == Plain ? a[r * lda + t] : a[t * lda + r];
-            for (int n = 0; n < VECS; n++) acc[r][n] += art * bt[n];
-        }
+// What becomes of a product.  Added: c = alpha * c + product, where alpha == 0 means that c holds nothing yet.  The product is summed
+// apart and then added, for c may be large beside it.  With `lost`, of c's shape, that sum is compensated: what rounding takes from c is
+// kept there and enters the next sum, so that however many they are they lose no digits.
+struct Added {
+    float *c;
+    int64_t ld;
+    float alpha = 0;
+    float *lost = nullptr;
+
+    Added at(int64_t i, int64_t j) const { return {c + i * ld + j, ld, alpha, lost ? lost + i * ld + j : nullptr}; }
+    vec first(int r, int n) const { return lost && alpha != 0 ? alpha * load(lost + r * ld + n * W) : vec{}; }
+    template <int R>
+    void put(const vec (&product)[R][VECS]) const {
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < VECS; n++) {
+                float *to = c + r * ld + n * W;
+                vec before = alpha == 0 ? vec{} : alpha * load(to), sum = before + product[r][n];
+                if (lost) store(lost + r * ld + n * W, before - sum + product[r][n]);
+                store(to, sum);
+            }
     }
-    for (int r = 0; r < R; r++)
-        for (int n = 0; n < VECS; n++) {
-            float *to = c + r * ldc + n * W;
-            vec before = alpha == 0 ? vec{} : alpha * load(to), sum = before + acc[r][n];
-            if (lost) store(lost + r * ldc + n * W, before - sum + acc[r][n]);
-            store(to, sum);
+};
+
+// Joined: the product's columns are those of two parts (or one), HALF of the one beside HALF of the other; c = the sum of the parts,
+// each times a factor of its row.  With `x`, of c's shape, c is zero where x is not positive.
+constexpr int HALF = COLS / 2;
+template <int PARTS>
+struct Joined {
+    float *c;
+    int64_t ld;
+    const float *by[2];
+    const float *x = nullptr;
+    int64_t ldx = 0;
+
+    Joined at(int64_t i, int64_t j) const { return {c + i * ld + j / PARTS, ld, {by[0] + i, by[1] + i}, x ? x + i * ldx + j / PARTS : nullptr, ldx}; }
+    vec first(int, int) const { return vec{}; }
+    template <int R>
+    void put(const vec (&product)[R][VECS]) const {  // loads, then stores: no load waits to learn that no store was to its address
+        vec sums[R][VECS / PARTS];
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < VECS / PARTS; n++) {
+                sums[r][n] = by[0][r] * product[r][n];
+                if (PARTS == 2) sums[r][n] += by[1][r] * product[r][n + VECS / PARTS];
+            }
+        if (x)
+            for (int r = 0; r < R; r++)
+                for (int n = 0; n < VECS / PARTS; n++) sums[r][n] = load(x + r * ldx + n * W) <= 0 ? vec{} : sums[r][n];
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < VECS / PARTS; n++) store(c + r * ld + n * W, sums[r][n]);
+    }
+};
+
+// `count` tiles of R rows one below the other: a (count R x steps) * b (steps x COLS).  Not inlined: how much of it the compiler would
+// copy where changes with every product that is added elsewhere, and by 5 to 10 % the time of those that were there.
+template <int R, Layout A, class Done, class Between>
+__attribute__((noinline)) void tiles(int64_t count, int64_t steps, const float *a, int64_t lda, const float *b, int64_t ldb, const Done &done,
+                                     Between &between) {
+    for (int64_t k = 0; k < count; k++, a += A == Plain ? R * lda : R) {
+        between();
+        const Done to = done.at(k * R, 0);
+        vec acc[R][VECS];
+        for (int r = 0; r < R; r++)
+            for (int n = 0; n < VECS; n++) acc[r][n] = to.first(r, n);
+        for (int64_t t = 0; t < steps; t++) {
+            vec bt[VECS];
+            for (int n = 0; n < VECS; n++) bt[n] = load(b + t * ldb + n * W);
+            for (int r = 0; r < R; r++) {
+                float art = A == Plain ? a[r * lda + t] : a[t * lda + r];
+                for (int n = 0; n < VECS; n++) acc[r][n] += art * bt[n];
+            }
         }
+        to.put(acc);
+    }
 }
 
 template <int R, Layout A, class... Args>
-inline void tile_of(int rows, Args... args) {  // tile<rows>, for a number of rows known only at run time
-    if (rows == R) tile<R, A>(args...);
+inline void tile_of(int64_t rows, Args &...args) {  // tiles<rows>, for a number of rows known only at run time
+    if (rows == R) tiles<R, A>(1, args...);
     else if constexpr (R > 1) tile_of<R - 1, A>(rows, args...);
 }
 
-// c (m x n) = alpha * c + a (m x steps) * b (steps x n).  n is rounded up to COLS: every buffer is that wide, and what the spare
-// columns of b hold only reaches the spare columns of c.  Columns are the outer loop: a strip of b stays in L1 while a streams past.
-// between() is called before every tile.
-template <Layout A, class Between>
-void gemm(int64_t m, int64_t n, int64_t steps, const float *a, int64_t lda, const float *b, int64_t ldb, float *c, int64_t ldc, float alpha,
-          Between &between, float *lost = nullptr) {
+// done's rows (m x n) = a (m x steps) * b (steps x n).  n is rounded up to COLS: every buffer is that wide, and what the spare columns of
+// b hold only reaches the spare columns of c.  Columns are the outer loop: a strip of b stays in L1 while a streams past.  between() is
+// called before every tile.
+template <Layout A, class Done, class Between>
+void gemm(int64_t m, int64_t n, int64_t steps, const float *a, int64_t lda, const float *b, int64_t ldb, const Done &done, Between &between) {
+    // A tile of a few rows waits for its own additions, so the last two tiles share what is left.
+    const int64_t whole = std::max<int64_t>(0, m % ROWS < 4 && m % ROWS ? m / ROWS - 1 : m / ROWS);
     for (int64_t j = 0; j < n; j += COLS) {
-        for (int64_t i = 0; i < m;) {
-            // A tile of a few rows waits for its own additions, so the last two tiles share what is left.
-            int64_t left = m - i, rows = left >= ROWS + 4 ? ROWS : left > ROWS ? (left + 1) / 2 : left;
-            between();
-            tile_of<ROWS, A>(static_cast<int>(rows), steps, a + (A == Plain ? i * lda : i), lda, b + j, ldb, c + i * ldc + j, ldc, alpha,
-                             lost ? lost + i * ldc + j : nullptr);
-            i += rows;
+        if (whole) tiles<ROWS, A>(whole, steps, a, lda, b + j, ldb, done.at(0, j), between);
+        for (int64_t i = whole * ROWS, rows; i < m; i += rows) {
+            rows = m - i > ROWS ? (m - i + 1) / 2 : m - i;
+            const float *below = a + (A == Plain ? i * lda : i), *strip = b + j;
+            const Done rest = done.at(i, j);
+            tile_of<ROWS, A>(rows, steps, below, lda, strip, ldb, rest, between);
         }
     }
 }

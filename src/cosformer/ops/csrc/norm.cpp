@@ -12,18 +12,6 @@
 namespace {
 
 constexpr int64_t RUN = 256;  // rows that are worth a thread
-constexpr int LANES = 16;     // partial sums, so that the compiler may keep them in vectors: it does not reorder additions by itself
-
-inline float dot(const float *__restrict a, const float *__restrict b, int64_t n) {
-    float part[LANES] = {};
-    int64_t i = 0;
-    for (; i + LANES <= n; i += LANES)
-        for (int l = 0; l < LANES; l++) part[l] += a[i + l] * b[i + l];
-    for (int l = 0; i < n; i++, l++) part[l] += a[i] * b[i];
-    float sum = 0;
-    for (float p : part) sum += p;
-    return sum;
-}
 
 struct Norm {
     const cosformer_norm_call &c;

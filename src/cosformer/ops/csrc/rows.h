@@ -61,8 +61,9 @@ inline void from_float(float x, Half &y) {
 #endif
 
 // Runs of consecutive elements: to = max(from, least) and to = scale * from.  The plain loop is what the compiler vectorises by itself;
-// half floats need telling.
+// half floats need telling, and floats come in runs so short that the loop's preparations would cost as much as the loop.
 inline float at_least(float least, float x) { return x < least ? least : x; }  // written so that NaN stays NaN
+inline vec at_least(float least, vec x) { return x < least ? vec{} + least : x; }
 
 template <class T>
 inline void read_run(const T *from, float *__restrict to, int64_t n, float least) {
@@ -71,6 +72,16 @@ inline void read_run(const T *from, float *__restrict to, int64_t n, float least
 template <class T>
 inline void write_run(const float *__restrict from, T *to, int64_t n, float scale) {
     for (int64_t i = 0; i < n; i++) from_float(scale * from[i], to[i]);
+}
+inline void read_run(const float *from, float *__restrict to, int64_t n, float least) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(to + i, at_least(least, load(from + i)));
+    for (; i < n; i++) to[i] = at_least(least, from[i]);
+}
+inline void write_run(const float *__restrict from, float *to, int64_t n, float scale) {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) store(to + i, scale * load(from + i));
+    for (; i < n; i++) to[i] = scale * from[i];
 }
 #if defined(__F16C__)
 inline void read_run(const Half *from, float *to, int64_t n, float least) {
@@ -108,14 +119,27 @@ struct Rows {
         else what(reinterpret_cast<Half *>(data) + i * row);
     }
 
+    // The usual rows at once, all others by a call.
+    bool is_plain() const { return dtype == COSFORMER_F32 && column == 1; }
+    float *plain(int64_t i) const { return reinterpret_cast<float *>(data) + i * row; }
     void get(int64_t i, float *to, int64_t n, float least = -INFINITY) const {
+        if (is_plain()) read_run(plain(i), to, n, least);
+        else get_any(i, to, n, least);
+    }
+    void put(int64_t i, const float *from, int64_t n, float scale = 1) const {
+        if (is_plain()) write_run(from, plain(i), n, scale);
+        else put_any(i, from, n, scale);
+    }
+
+  private:
+    __attribute__((noinline)) void get_any(int64_t i, float *to, int64_t n, float least) const {
         at(i, [&](auto *from) {
             if (column == 1) read_run(from, to, n, least);
             else for (int64_t d = 0; d < n; d++) to[d] = at_least(least, to_float(from[d * column]));
         });
     }
 
-    void put(int64_t i, const float *from, int64_t n, float scale = 1) const {
+    __attribute__((noinline)) void put_any(int64_t i, const float *from, int64_t n, float scale) const {
         at(i, [&](auto *to) {
             if (column == 1) write_run(from, to, n, scale);
             else for (int64_t d = 0; d < n; d++) from_float(scale * from[d], to[d * column]);
@@ -127,6 +151,7 @@ struct Rows {
 // once they would only queue up before the memory: so they are asked for a few at a time, between the tiles of the products in progress.
 class Soon {
   public:
+    explicit Soon(int rows) : rows_(rows) {}  // at a time
     void clear() { used_ = at_ = 0; }
     void add(const Rows &rows, int64_t first, int64_t last, int64_t columns) {
         int64_t size = rows.dtype == COSFORMER_F32 ? 4 : 2;
@@ -134,7 +159,12 @@ class Soon {
         pending_[used_++] = {rows.data + first * rows.row * size, rows.row * size, last - first, columns * size};
     }
     void operator()() {
-        for (int row = 0; row < 3 && at_ < used_; row++) {
+        if (at_ < used_) ask();
+    }
+
+  private:
+    __attribute__((noinline)) void ask() {
+        for (int row = 0; row < rows_ && at_ < used_; row++) {
             Pending &p = pending_[at_];
             for (int64_t b = 0; b < p.bytes; b += 64) __builtin_prefetch(p.data + b);
             p.data += p.step;
@@ -142,10 +172,10 @@ class Soon {
         }
     }
 
-  private:
     static constexpr int MOST = 8;
     struct Pending { const char *data; int64_t step, rows, bytes; };
     Pending pending_[MOST];
+    const int rows_;
     int used_ = 0, at_ = 0;
 };
 

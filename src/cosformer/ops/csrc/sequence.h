@@ -36,6 +36,7 @@ struct Sequence {
         return valid;
     }
     bool seen(int64_t key) const { return !mask || mask[key * mask_step]; }
+    bool is_ordered() const { return causal || rate; }  // else a pair's weight is a product of two vectors, wherever they come
     bool is_long() const { return std::max(L, S) > 512 * chunk(); }  // sums of fewer chunks lose less than their terms have lost
     // A short sequence is one chunk.  Then nobody pushes or reads at an end where there is no state, which saves F (E + 1) products a
     // token, and the pairs are all its own, (D + E + 1) products each and, if causal, only half of them.  (3/4: rates of positions cost, too.)
@@ -48,9 +49,8 @@ struct Sequence {
         return !causal && !rate && !state_in.data && !state_out.data && !dout.data && L == S && !q_offset && is_short(F);
     }
     int64_t chunk() const {  // measured: D = E = 64; a chunk's own pairs cost more the longer it is
-        const bool ordered = causal || rate;
-        if (is_pairwise() || (ordered && is_short((!state_in.data + !state_out.data) * F * 3 / 4))) return std::max(q_offset + L, S);
-        return D > 64 || E > 64 || COLS > 16 ? 64 : ordered ? 48 : 80;
+        if (is_pairwise() || (is_ordered() && is_short((!state_in.data + !state_out.data) * F * 3 / 4))) return std::max(q_offset + L, S);
+        return !is_ordered() ? 72 : D > 64 || E > 64 || COLS > 16 ? 64 : 48;
     }
 };
 
