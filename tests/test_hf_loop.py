@@ -71,7 +71,7 @@ def both(loops, it, prompt, *, ours=True, calls=0, **options):
         torch.manual_seed(3)
         given = {name: option() if isinstance(option, type) else option for name, option in options.items()}
         given = PLAIN | {"attention_mask": torch.ones_like(prompt)} | given
-        texts.append((made().generate(prompt, **given), given))
+        texts.append((made().generate(prompt.clone(), **given), given))
     (text, mine), (wanted, yours) = texts
     assert torch.equal(text, wanted) and text.is_contiguous() and text.dtype == wanted.dtype
     return text, mine, yours
@@ -370,3 +370,41 @@ def test_learned_positions_end_where_they_end(loops):
     assert it.generate(ids(), **given | {"max_new_tokens": 10}).shape[1] == 17
     with pytest.raises(ValueError, match="the text has 17 tokens, 16 of them in the cache, but max_position"):
         it.generate(ids(), **given | {"max_new_tokens": 11})
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_who_is_called_between_two_tokens_may_change_the_text(loops, rows):
+    class Editor(LogitsProcessor):
+        def __call__(self, text, scores):
+            text[:, -1] = (text[:, -1] + 1) % (VOCAB - 1) + 1
+            return scores
+
+    both(loops, model(), ids(rows), logits_processor=LogitsProcessorList([Editor()]))
+
+
+@pytest.mark.parametrize("how", ["hook", "forward"])
+def test_who_is_called_between_two_tokens_may_listen_to_the_model(loops, how):
+    it = model()
+
+    class Listener(LogitsProcessor):
+        count = 0
+
+        def __call__(self, text, scores):
+            Listener.count += 1
+            if Listener.count % 20 == 3 and how == "hook":
+                it.register_forward_hook(lambda module, given, out: (out.logits.neg_(), None)[1])
+            elif Listener.count % 20 == 3:
+                it.forward = changed
+            return scores
+
+    def changed(*args, **kwargs):
+        out = type(it).forward(it, *args, **kwargs)
+        out.logits = -out.logits
+        return out
+
+    def fresh():
+        it.__dict__.pop("forward", None)
+        it._forward_hooks.clear()
+        return it
+
+    both(loops, fresh, ids(), calls=17, logits_processor=LogitsProcessorList([Listener()]))

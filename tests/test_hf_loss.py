@@ -97,6 +97,8 @@ def test_masked_models_score_the_tokens_that_are_asked_for(items):
     assert out.logits is None and scored == [int((labels != -100).sum())]
     torch.testing.assert_close(out.loss, judged.loss)
     torch.testing.assert_close(torch.autograd.grad(out.loss, parameters), want)
+    with pytest.raises(ValueError, match=r"labels must have the shape \(\d, \d+\), one for each token; got "):
+        model(input_ids=x, labels=labels[:, :5])
 
 
 def test_masked_models_have_it_and_heads_without_it_say_so():

@@ -12,6 +12,7 @@ pytest.importorskip("transformers")
 from cosformer.decay import Gate
 from cosformer.hf import CosformerConfig, CosformerForCausalLM, decoder, loop, stack, step
 from cosformer.mixers import keys
+from cosformer.ops import _rows
 
 pytestmark = pytest.mark.skipif("native" not in RUNNING, reason="the native kernel is not built")
 
@@ -392,3 +393,45 @@ def test_errors_are_the_general_ways():
     it.model.layers[1].self_attn.interior.mixer.decay.gate.bias.fill_(float("nan"))
     with pytest.raises(ValueError, match="decay rates must be finite and 0 or more"):
         it(ids(1, 1), past_key_values=cache)
+
+
+def test_another_default_device_changes_nothing(ways):
+    it, x = model(positions="learned"), ids(2, 9)
+    with torch.no_grad():
+        plain = it(x, use_cache=True)
+        want = it(x[:, :1], past_key_values=copy.deepcopy(plain.past_key_values)).logits
+        with torch.device("meta"):
+            found = it(x[:, :1], past_key_values=plain.past_key_values).logits
+    assert ways == [True, True] and torch.equal(found, want)
+
+
+@pytest.mark.parametrize("fields", [{}, MODELS["hybrid"]], ids=["cosformer", "hybrid"])
+def test_a_cache_that_was_left_in_the_middle_of_a_token_is_refused(ways, monkeypatch, fields):
+    """A signal is heard when the kernel returns: what is kept has the token by then, and its position not."""
+    it, x = model(**fields), ids(1, 9)
+
+    def interrupted(*args, _step=_rows.step):
+        _step(*args)
+        raise KeyboardInterrupt
+
+    with torch.no_grad():
+        cache = it(x, use_cache=True).past_key_values
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(_rows, "step", interrupted)
+            it(x[:, :1], past_key_values=cache)
+        for more in (x[:, :1], x[:, :3]):
+            with pytest.raises(ValueError, match="left in the middle of a token.*begin with a new cache"):
+                it(more, past_key_values=cache)
+        other = it(x, use_cache=True).past_key_values
+        with pytest.raises(IndexError):  # nothing was changed, so it goes on
+            it(torch.tensor([[VOCAB]]), past_key_values=other)
+        assert it(x[:, :1], past_key_values=other).logits.isfinite().all()
+
+
+def test_what_stands_in_the_place_of_dropout_is_called(ways):
+    it, x = model(), ids(1, 9)
+    with torch.no_grad():
+        cache = it(x, use_cache=True).past_key_values
+        before = it(x[:, :1], past_key_values=copy.deepcopy(cache)).logits
+        it.model.dropout.register_forward_hook(lambda module, given, out: 2 * out)
+        assert not torch.equal(it(x[:, :1], past_key_values=cache).logits, before) and ways[:1] == [True]

@@ -86,6 +86,7 @@ class StreamLayer(KeptLayer):
 
     _kept: LayerState | None = None
     ahead = 0  # tokens that are in the tensors of `_kept`, but not in its position
+    torn = False  # a token is being written into them
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,6 +114,7 @@ class StreamLayer(KeptLayer):
     def own(self) -> LayerState | None:
         """What is kept, in contiguous tensors that may be changed in place, by one who then calls `advance`;
         keys have room for one more behind them. None where a way back must be kept."""
+        self.check_whole()
         if self.record_past or self.replay or self.kept is None:
             return None
         keys = self.kept.mixer if type(self.kept.mixer) is Keys else None
@@ -128,14 +130,24 @@ class StreamLayer(KeptLayer):
 
     def owns(self, kept: LayerState) -> bool:
         """Whether `own` gave this, and would again."""
-        return self._kept is kept and self.owned is kept and not (self.record_past or self.replay)
+        changing = self.record_past or self.replay or self.torn
+        return self._kept is kept and self.owned is kept and not changing
 
     def advance(self) -> None:
         """One more token is in what is kept, which was changed in place."""
         self.ahead += 1
+        self.torn = False
+
+    def check_whole(self) -> None:
+        if self.torn:
+            raise ValueError(
+                "this cache was left in the middle of a token, by an interruption or an error: some layers "
+                "have read it and others have not; begin with a new cache"
+            )
 
     def stream(self, interior: Interior, tokens: Tokens) -> Tensor:
         """The next tokens through a layer's interior: their output (B, L, .)."""
+        self.check_whole()
         if self.replay:  # tokens were taken back: those that stay are read again, and settled
             self.kept = self.origin
             for seen in self.since:
@@ -197,7 +209,7 @@ class StreamLayer(KeptLayer):
 
     def reset(self) -> None:
         super().reset()
-        self.origin, self.since, self.replay, self.owned = None, [], False, None
+        self.origin, self.since, self.replay, self.owned, self.torn = None, [], False, None, False
 
 
 class CosformerCache(DynamicCache):
@@ -213,7 +225,7 @@ class CosformerCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """The bytes this cache holds."""
+        """The bytes of what this cache keeps; keys and values may have room for some more behind them."""
         return sum(layer.nbytes for layer in self.layers)
 
 

@@ -21,6 +21,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..ops.step import MOST_ROWS
+from .blocks import is_heard
 from .cache import CosformerCache
 from .step import Ready, ready_for_ids
 
@@ -39,7 +40,7 @@ class Loop:
         self.cache: CosformerCache = kwargs["past_key_values"]
         self.ids, self.rows = ids, len(ids)
         self.room, self.length = ids, ids.shape[1]
-        self.unfinished = torch.ones(self.rows, dtype=torch.long)
+        self.unfinished = torch.ones_like(ids[:, 0])
         self.behind = 0  # tokens that masks and positions in kwargs do not have yet
         self.ready: Ready | None = None
         self.held: list[Tensor] = []  # the parameters that `ready` reads
@@ -104,8 +105,16 @@ class Loop:
         """The text as others are given it: in memory of its own, as far as they can tell."""
         return self.text() if self.rows == 1 else self.text().contiguous()
 
+    def _heard(self, party: Any, given: Tensor | None) -> Tensor:
+        """What processors or criteria say of the text, which those we do not know may have changed."""
+        seen = self._seen()
+        said = party(seen, given)
+        if not self.quiet:
+            self.text().copy_(seen)
+        return said
+
     def _chosen(self, logits: Tensor) -> Tensor:
-        scores = self.processors(self._seen(), logits) if self.processors else logits
+        scores = self._heard(self.processors, logits) if self.processors else logits
         if not self.config.do_sample:
             return torch.argmax(scores, dim=-1)
         return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
@@ -128,7 +137,7 @@ class Loop:
 
     def _ended(self, tokens: Tensor) -> bool:
         if self.ends is None or self.rows > 1:
-            self.unfinished = self.unfinished & ~self.criteria(self._seen(), None)
+            self.unfinished = self.unfinished & ~self._heard(self.criteria, None)
             return not self.unfinished.any()
         most, reminding, last = self.ends
         if reminding is not None and reminding < self.length < most:  # it is said once
@@ -139,6 +148,8 @@ class Loop:
     def _logits(self) -> Tensor:
         """Of the text's last tokens."""
         last = self.room[:, self.length - 1]
+        if not self.quiet and is_heard(self.model):
+            return self._called()
         if self.ready is None or not self.quiet:
             self.ready = ready_for_ids(self.model, self.cache, self.rows)
             self.held = [] if self.ready is None or not self.quiet else self.ready.hold()

@@ -142,7 +142,7 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
         """Where the next token of each row stands, (B, 1) or one for all, if positions are learned."""
         if position_ids is not None:
             return position_ids
-        return torch.full((1, 1), seen) if mask is None else unpadded(mask, 1, seen, None)
+        return torch.full((1, 1), seen, device="cpu") if mask is None else unpadded(mask, 1, seen, None)
 
     def new_norm(self) -> CosformerRMSNorm:
         return CosformerRMSNorm(self.config.hidden_size, eps=self.config.rms_norm_eps)

@@ -1,9 +1,9 @@
 """The next token of a decoder through all its blocks at once: which blocks and which calls go this way.
 
-The kernel takes a block as `CosformerStack` makes it, with a linear mixer, in float32 or bfloat16 on the
-CPU, that nobody has changed and nobody listens to; and with it, under the same conditions, the embedding
-before the blocks and the last norm and output layer behind them. Another block, as a hybrid's softmax
-layers are, is called between the others. A call that records, differentiates, traces, masks the token or
+The kernel takes a block as `CosformerStack` makes it, with a linear mixer or softmax, in float32 or bfloat16
+on the CPU, that nobody has changed and nobody listens to; and with it, under the same conditions, the
+embedding before the blocks and the last norm and output layer behind them. Another block, and softmax over
+padded rows, is called between the others. A call that records, differentiates, traces, masks the token or
 asks for more than the last hidden state or logits goes the general way, which `tests/test_hf_step.py`
 compares this one with.
 """
@@ -26,9 +26,7 @@ from .blocks import block_of, ends_of, is_heard, outer
 from .cache import CosformerCache
 from .interface import padding, reaches
 
-_known: WeakKeyDictionary = (
-    WeakKeyDictionary()
-)  # of each stack or language model, its parts as they were found
+_known: WeakKeyDictionary = WeakKeyDictionary()  # of each stack or language model, its parts as found
 _bound: WeakKeyDictionary = WeakKeyDictionary()  # of each cache, the streams in it as they were found
 
 
@@ -133,9 +131,10 @@ class Ready:
     def logits(self, cache: CosformerCache, ids: Tensor, places: Tensor | None) -> Tensor | None:
         """Of tokens ids (B,), at `places` (B,) where positions are learned: (B, vocabulary), in float32."""
         found = self.found
-        ids, places = ids.contiguous(), None if places is None else places.contiguous()
-        x = torch.empty((self.rows, found.width), dtype=torch.float32)
-        logits = torch.empty((self.rows, found.vocabulary), dtype=torch.float32)
+        ids, places = ids.contiguous(), None if places is None else places.long().contiguous()
+        made = {"dtype": torch.float32, "device": ids.device}
+        x = torch.empty((self.rows, found.width), **made)
+        logits = torch.empty((self.rows, found.vocabulary), **made)
         return None if self(cache, x, ids, places, logits) is None else logits
 
     def __call__(self, cache, x: Tensor, ids=None, places=None, logits=None) -> Tensor | None:
@@ -148,12 +147,16 @@ class Ready:
             if not self.fits:
                 return None
         last = len(found.runs) - 1
+        for layer in self.layers:  # what stops us now, be it the user, leaves some of them a token ahead
+            layer.torn = True
         for i, (run, packed) in enumerate(zip(found.runs, self._packed)):
             if packed is None:
                 x = _own(run(x[:, None].to(found.dtype), past_key_values=cache, use_cache=True))
                 continue
             first = (ids, places) if i == 0 else (None, None)
             if not run[0](x, packed, position, *first, logits if i == last else None):
+                for layer in self.layers:
+                    layer.torn = False
                 return None
         for layer in self.layers:
             layer.advance()
@@ -196,8 +199,9 @@ class _Found:
     """
 
     def __init__(self, stack: Any, model: Any = None, *, softmax: bool = True):
-        layers = list(stack.layers)
-        blocks = [block_of(layer, stack.parts) for layer in layers]
+        layers, dropout = list(stack.layers), stack.dropout
+        plain = type(dropout) is nn.Dropout and not is_heard(dropout) and not (dropout.training and dropout.p)
+        blocks = [block_of(layer, stack.parts) if plain else None for layer in layers]
         known = {i: block for i, block in enumerate(blocks) if block is not None}
         self.blocks = {i: block for i, block in known.items() if softmax or not block.softmax}
         self.softmax = [i for i, block in self.blocks.items() if block.softmax]
@@ -206,7 +210,7 @@ class _Found:
         self.reach = min((layers[i].self_attn.interior.mixer.reach for i in self.taken), default=0)
         self.width, self.dtype = stack.norm.weight.shape[0], stack.norm.weight.dtype
         own = all((b.norm.shape[0], b.dtype) == (self.width, self.dtype) for b in self.blocks.values())
-        self.ends = ends_of(stack, model) if model is not None and own else None
+        self.ends = ends_of(stack, model) if model is not None and plain and own else None
         self.vocabulary = 0 if self.ends is None else len(self.ends.head.weight)
         self.learned = self.ends is not None and self.ends.positions is not None
         runs: list[Any] = [] if self.ends is None else [[]]
@@ -223,8 +227,8 @@ class _Found:
             run if isinstance(run, nn.Module) else (Blocks([self.blocks[i] for i in run], self.ends), run)
             for run in runs
         ]
-        parts = [m for layer in layers for m in layer.modules()]
-        entries = [(stack._modules, "layers", stack.layers)]
+        parts = [stack.dropout, *(m for layer in layers for m in layer.modules())]
+        entries = [(stack._modules, name, stack._modules[name]) for name in ("layers", "dropout")]
         if model is not None:
             parts += [part for part in outer(stack, model) if part is not None]
             entries += [(model._modules, "model", stack), (model._modules, "lm_head", model.lm_head)]

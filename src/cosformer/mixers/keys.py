@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-ROOM = 1024  # keys that there is room for at least, where it is made
+ROOM = 64  # keys that there is room for at least, where it is made
 
 
 @dataclass(frozen=True)

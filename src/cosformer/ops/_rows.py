@@ -21,14 +21,15 @@ def takes(x: Tensor) -> bool:
 
 def convolve(x, taps, ahead, boundaries) -> Tensor:
     """x (B, L, C) with taps (width, C), in float32, -> (B, L, C)."""
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     check(kernel().convolution(_convolution(x, y, len(taps), ahead, boundaries, taps, None)))
     return y
 
 
 def convolution_weight_gradient(x, dy, width, ahead, boundaries) -> Tensor:
     """The gradient (width, C) of the taps, in float32."""
-    parts = torch.zeros((torch.get_num_threads(), width, x.shape[2]), dtype=torch.float32)
+    shape = (torch.get_num_threads(), width, x.shape[2])
+    parts = torch.zeros(shape, dtype=torch.float32, device=x.device)
     check(kernel().convolution(_convolution(x, dy, width, ahead, boundaries, None, parts)))
     return parts.sum(0)
 
@@ -43,15 +44,16 @@ def _convolution(x, y, width, ahead, boundaries, taps, parts) -> bytes:
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The RMS norm of rows (n, D)."""
-    y = torch.empty(x.shape, dtype=x.dtype)
+    y = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     check(kernel().norm(_norm(x, weight, eps, y, None, None, None)))
     return y
 
 
 def norm_gradients(x: Tensor, weight: Tensor, eps: float, dy: Tensor) -> tuple[Tensor, Tensor]:
     """Of x and, in float32, of the weight."""
-    dx = torch.empty(x.shape, dtype=x.dtype)
-    parts = torch.zeros((torch.get_num_threads(), x.shape[1]), dtype=torch.float32)
+    dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    shape = (torch.get_num_threads(), x.shape[1])
+    parts = torch.zeros(shape, dtype=torch.float32, device=x.device)
     check(kernel().norm(_norm(x, weight, eps, None, dy, dx, parts)))
     return dx, parts.sum(0)
 

@@ -101,7 +101,7 @@ EXPORT int cosformer_backward(const cosformer_call *call, const cosformer_grads 
 }
 EXPORT int64_t cosformer_abi(void) {
     int64_t abi = 0;
-    for (size_t size : {sizeof(cosformer_call), sizeof(cosformer_places), sizeof(cosformer_grads), sizeof(cosformer_grad_places), sizeof(cosformer_convolution_call), sizeof(cosformer_norm_call), sizeof(cosformer_block)})
+    for (size_t size : {sizeof(cosformer_call), sizeof(cosformer_places), sizeof(cosformer_grads), sizeof(cosformer_grad_places), sizeof(cosformer_convolution_call), sizeof(cosformer_norm_call), sizeof(cosformer_block), sizeof(cosformer_kept), sizeof(cosformer_ends)})
         abi = (1000 * abi + static_cast<int64_t>(size)) % 1000000007;
     return abi;
 }
