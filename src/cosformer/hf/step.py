@@ -132,9 +132,8 @@ class Ready:
         """Of tokens ids (B,), at `places` (B,) where positions are learned: (B, vocabulary), in float32."""
         found = self.found
         ids, places = ids.contiguous(), None if places is None else places.long().contiguous()
-        made = {"dtype": torch.float32, "device": ids.device}
-        x = torch.empty((self.rows, found.width), **made)
-        logits = torch.empty((self.rows, found.vocabulary), **made)
+        x = ids.new_empty((self.rows, found.width), dtype=torch.float32)
+        logits = ids.new_empty((self.rows, found.vocabulary), dtype=torch.float32)
         return None if self(cache, x, ids, places, logits) is None else logits
 
     def __call__(self, cache, x: Tensor, ids=None, places=None, logits=None) -> Tensor | None:
