@@ -174,7 +174,7 @@ class Cost(Timed):
     dtype: str = "float32"
     memory_mib: float | None = None  # that the work adds to the peak
     cache_bytes: int | None = None  # after the context
-    bound_ms: float | None = None  # that a token takes at least: reading the weights once
+    bound_ms: float | None = None  # in which the weights are read once from memory
     gflops: float | None = None  # a second, of the arithmetic that linear attention needs
     limit_gflops: float | None = None  # of the machine's fastest batched matrix product
     error: float | None = None  # the largest difference from the definition

@@ -174,7 +174,7 @@ def cost(caption: str, rows: list[Cost], *only: costs.Kind) -> Table:
         notes += [f"%: of the fastest batched matrix product, {limit:.0f} GFLOP/s."] if limit else []
         least = {name(row.mixer): digits(row.bound_ms) for row in rows if row.bound_ms}
         bounds = ", ".join(f"{who} {ms}" for who, ms in least.items())
-        notes += [f"Reading the weights once takes at least, in ms: {bounds}."] if bounds else []
+        notes += [f"Reading the weights once from memory takes, in ms: {bounds}."] if bounds else []
         notes += [costs.CONTENDED_NOTE] if any(row.contended for row in rows) else []
     lines = {"": [(name(mixer), entries) for mixer, entries in body.items()]}
     return Table(caption, "tokens", columns, lines, " ".join(notes))
