@@ -186,7 +186,11 @@ bool one_step() {
         b.conv_width = chance(70) ? pick(2, 6) : 0, b.relu = chance(80), b.signed_norm = !b.relu && chance(50);
         b.eps = b.relu ? 1e-6 : 1, b.norm_eps = b.qk_norm_eps = 1e-6, b.largest_exponent = 20;
         auto linear = [&](int64_t rows, int64_t columns) {
-            return cosformer_linear{parameters(rows * columns, 0.3f), chance(50) ? parameters(rows) : nullptr, rows};
+            void *bias = chance(50) ? parameters(rows) : nullptr;
+            if (chance(70)) return cosformer_linear{parameters(rows * columns, 0.3f), bias, nullptr, rows};
+            int8_t *bytes = allocate<int8_t>(rows * columns);
+            for (int64_t n = 0; n < rows * columns; n++) bytes[n] = static_cast<int8_t>(127 * uniform());
+            return cosformer_linear{bytes, bias, numbers(rows, 0.003f), rows};
         };
         const int64_t q = b.heads * b.size, kv = b.kv_heads * b.size, channels[3] = {q, kv, kv};
         b.norm = parameters(C), b.mlp_norm = parameters(C);
@@ -227,7 +231,7 @@ bool one_step() {
     if (chance(60)) {
         ends.vocabulary = pick(1, 30), ends.embeddings = parameters(ends.vocabulary * C), ends.norm = parameters(C), ends.norm_eps = 1e-6;
         const int64_t rows = pick(1, 30);
-        ends.head = {parameters(rows * C), chance(50) ? parameters(rows) : nullptr, rows};
+        ends.head = {parameters(rows * C), chance(50) ? parameters(rows) : nullptr, nullptr, rows};
         if (chance(70)) logits = numbers(B * rows);
         if (chance(70)) {
             ids = allocate<int64_t>(B);

@@ -107,10 +107,29 @@ def test_models(tmp_path, capsys, monkeypatch):
     assert all(row.bound_ms > 0 and row.ms > 0 for row in rows if row.work == "generating")
     assert all(row.cache_bytes > 0 for row in rows if row.work == "decoding")
     said = capsys.readouterr().out
-    assert "Decoding with a whole model" in said and "×" in said and "its weights read once at " in said
+    assert "Decoding with a whole model" in said and "×" in said and "weights read once " in said
     assert (
-        "A token of generate with a whole model" in said and "tokens a second of generate: cosformer " in said
+        "A token of generate with a whole model" in said
+        and "tokens a second of generate: cosformer, float32: " in said
     )
+
+
+def test_models_with_rounded_weights(tmp_path, capsys):
+    given = ["--models", "cosformer", "softmax+rope", "--size", "toy", "--contexts", "16", "--quick"]
+    weights = ["--work", "generating", "--weights", "float32", "bfloat16", "int8"]
+    rows = run(tmp_path / "results.jsonl", *given, *weights)
+    ours = {row.dtype: row for row in rows if row.mixer == "cosformer"}
+    assert list(ours) == ["float32", "bfloat16", "int8"] and len(rows) == 5  # int8 is of our models alone
+    assert {(row.work, row.length, row.size) for row in rows} == {
+        ("generating", 16, str(models.SIZES["toy"]))
+    }
+    assert ours["int8"].bound_ms < ours["bfloat16"].bound_ms < ours["float32"].bound_ms
+    said = capsys.readouterr().out
+    assert "tokens a second of generate: cosformer, int8: " in said
+    with pytest.raises(
+        SystemExit, match="--work forward is not for models; some of training, decoding, generating"
+    ):
+        bench.main(["--models", "--work", "forward"])
 
 
 def test_the_weights_that_a_token_needs():
@@ -118,7 +137,8 @@ def test_the_weights_that_a_token_needs():
     size = models.Size(1, 32, 2)
     model = models.build("softmax+rope", 16, size)
     every = sum(p.nbytes for p in model.parameters())
-    assert models.bytes_read("softmax+rope", 16, size) == every - 4 * models.VOCABULARY * 32
+    every += sum(b.nbytes for b in model.buffers())
+    assert models.bytes_read(model) == every - 4 * models.VOCABULARY * 32
     assert models.bandwidth() > 1e8
 
 
@@ -126,7 +146,7 @@ def test_softmax_is_measured_after_as_long_a_context():
     """Its cache is filled, not read; ours is read."""
     model = models.build("softmax+rope", 64, models.Size(2, 32, 2))
     read = model(input_ids=torch.zeros(1, 40, dtype=torch.long), use_cache=True).past_key_values
-    made = models.filled(model.config, 40)
+    made = models.filled(model, 40)
     assert [layer.keys.shape for layer in made.layers] == [layer.keys.shape for layer in read.layers]
     assert made.get_seq_length() == 40
 

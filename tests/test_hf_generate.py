@@ -57,6 +57,16 @@ def test_says_what_the_model_generates(directory, capsys):
     assert capsys.readouterr().out == expected(directory, "abc", max_new_tokens=12, do_sample=False) + "\n"
 
 
+@pytest.mark.parametrize("weights", ["bfloat16", "int8"])
+def test_rounded_weights(directory, capsys, weights):
+    model, tokenizer = load(directory)
+    model = hf.to_int8(model) if weights == "int8" else model.to(torch.bfloat16)
+    ids = tokenizer("abc", return_tensors="pt").input_ids
+    out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    main(["--model", str(directory), "--prompt", "abc", "--max-new-tokens", "12", "--weights", weights])
+    assert capsys.readouterr().out == tokenizer.decode(out[0, 3:], skip_special_tokens=True) + "\n"
+
+
 def test_seed_decides_a_sample(directory, capsys):
     texts = []
     for seed in ("1", "1", "2"):

@@ -55,7 +55,9 @@ ORDER = {
     "hf": [
         "cache loss parallel pooling sizes",
         "interface",
-        "blocks configuration pretrained",
+        "configuration pretrained",
+        "int8",
+        "blocks",
         "step",
         "loop seq2seq stack",
         "decoder encoder",

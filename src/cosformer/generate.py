@@ -83,6 +83,20 @@ def new_tokens(config, *, prompt: int, asked: int | None) -> int:
     return asked
 
 
+def rounded(model, weights: str):
+    """The model with narrower weights; SystemExit where int8 is not for it."""
+    import torch
+
+    from .hf import to_int8
+
+    if weights == "bfloat16":
+        return model.to(torch.bfloat16)
+    try:
+        return to_int8(model)
+    except (TypeError, ValueError) as error:
+        raise SystemExit(f"--weights int8: {error}") from error
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("cosformer generate", description=__doc__)
     add = p.add_argument
@@ -95,6 +109,8 @@ def parser() -> argparse.ArgumentParser:
         help="0, the default, takes the likeliest token; higher is more varied")
     add("--top-k", type=int, default=50, help="sample among so many (with --temperature; default: 50)")
     add("--seed", type=int, default=0, help="decides the sample (with --temperature; default: 0)")
+    add("--weights", choices=["bfloat16", "int8"],
+        help="round them to read fewer bytes a token (default: as they were saved)")
     # fmt: on
     return p
 
@@ -110,6 +126,8 @@ def main(argv: list[str]) -> None:
     if not prompt:
         p.error("--prompt is empty; there is nothing to continue")
     model, tokenizer = load(given.model)
+    if given.weights is not None:
+        model = rounded(model, given.weights)
 
     import torch
     from transformers import TextStreamer

@@ -8,12 +8,15 @@ from pathlib import Path
 
 import torch
 
+from ..hf.sizes import SIZES
 from ..mixers import pattern
 from ..ops.operator import backend_problem
 from ..results import Cost, Row, Shared, Writer, of
 from . import measure, operators
 
-WORKS = ["forward", "training", "decoding"]
+WORKS = ["forward", "training", "decoding"]  # of operators
+OF_MODELS = ["training", "decoding", "generating"]
+WEIGHTS = ["float32", "bfloat16", "int8"]
 
 __all__ = ["main"]
 
@@ -45,8 +48,12 @@ def parser() -> argparse.ArgumentParser:
         help="of the operators (default: float32)")
     add("--causal", choices=["yes", "no", "both"], help="mixers are bidirectional unless it is yes, models"
         " are causal (default: both)")
-    add("--work", nargs="+", choices=WORKS, help="of the operators (default: all); training is forward and"
-        " backward, decoding one token")
+    add("--work", nargs="+", choices=[*WORKS, "generating"], help="of operators and models (default: all they"
+        " have); training is forward and backward, decoding one token, generating a token of `generate`")
+    add("--size", choices=list(SIZES), help="of --models (default: 4 layers of width 256)")
+    add("--weights", nargs="+", choices=WEIGHTS, default=["float32"], help="of --models, for generating"
+        " (default: float32)")
+    add("--contexts", nargs="+", type=int, metavar="N", help="of --models: tokens before those decoded")
     add("--threads", type=int, default=torch.get_num_threads(), help="torch's (default: %(default)s)")
     add("--seconds", type=float, help="for the rounds after warming up (default: 60; --quick: 10); twice that"
         " if other processes disturb")
@@ -64,7 +71,12 @@ def settings(argv: list[str] | None) -> argparse.Namespace:
     args.kind = asked[0] if asked else "operators"
     args.seconds = args.seconds or (10.0 if args.quick else 60.0)
     args.causal = args.causal or ("yes" if args.quick else "both")
-    args.work = args.work or (["training", "decoding"] if args.quick else WORKS)
+    known = {"operators": WORKS, "models": OF_MODELS}.get(args.kind, WORKS)
+    for work in args.work or ():
+        if work not in known:
+            raise SystemExit(f"bench: --work {work} is not for {args.kind}; some of {', '.join(known)}")
+    quick = args.quick and args.kind != "models"
+    args.work = args.work or (["training", "decoding"] if quick else known)
     if args.quick:
         args.lengths = args.lengths or [512, 2048, 8192]
         args.memory &= args.kind == "operators"

@@ -8,17 +8,18 @@ speed at which memory is read. A model that fits into the caches can be faster.
 
 import argparse
 import copy
+import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from ..hf import CosformerConfig, CosformerForCausalLM
-from ..hf.sizes import Size
+from ..hf import CosformerConfig, CosformerForCausalLM, to_int8
+from ..hf.sizes import SIZES, Size
 from ..results import Cost
 from .measure import Say, Work, in_turns, measured
 
@@ -97,21 +98,30 @@ def decoding(mixers: list[str], context: int, *, size: Size, seconds: float, say
     return [row(mixer=mixer, **timed[mixer], cache_bytes=cached) for mixer, (_, cached) in steps.items()]
 
 
-def generating(mixers: list[str], context: int, *, size: Size, seconds: float, say: Say) -> list[Cost]:
-    """Rows of a token of `generate` after a context."""
-    works = {}
-    for mixer in mixers:
-        say(f"reading {context:,} tokens, {mixer}")
-        works[mixer] = generator(build(mixer, context + ROOM, size).eval(), context)
+def generating(
+    mixers: list[str], context: int, *, size: Size, seconds: float, say: Say, weights: list[str] | None = None
+) -> list[Cost]:
+    """Rows of a token of `generate` after a context, with weights of each kind."""
+    works, bytes_ = {}, {}
+    for mixer, kind in itertools.product(mixers, weights or ["float32"]):
+        if mixer == "softmax+rope" and kind == "int8":  # of our models alone
+            continue
+        say(f"reading {context:,} tokens, {mixer}, {kind}")
+        model = rounded(build(mixer, context + ROOM, size).eval(), kind)
+        works[mixer, kind], bytes_[mixer, kind] = generator(model, context), bytes_read(model)
     timed = in_turns(works, seconds=seconds, say=lambda text: say(f"generating after {context:,}, {text}"))
     speed = bandwidth()
     row = partial(Cost, what="model", work="generating", causal=True, length=context, size=str(size))
     rows = []
-    for mixer, fields in timed.items():
+    for (mixer, kind), fields in timed.items():
         a_token = {name: fields[name] / TOKENS for name in ("ms", "ms_low", "ms_high")}
-        bound = 1e3 * bytes_read(mixer, 64, size) / speed
-        rows.append(row(mixer=mixer, **(fields | a_token), bound_ms=bound))
+        bound = 1e3 * bytes_[mixer, kind] / speed
+        rows.append(row(mixer=mixer, dtype=kind, **(fields | a_token), bound_ms=bound))
     return rows
+
+
+def rounded(model: Any, weights: str) -> Any:
+    return to_int8(model) if weights == "int8" else model.to(getattr(torch, weights))
 
 
 def generator(model: Any, context: int) -> Work:
@@ -142,7 +152,7 @@ def generator(model: Any, context: int) -> Work:
 def after(model: Any, ids: torch.Tensor) -> Any:
     """A model's cache after a text: Llama's is only filled."""
     if type(model) is LlamaForCausalLM:
-        return filled(model.config, ids.shape[1])
+        return filled(model, ids.shape[1])
     with torch.inference_mode():
         return model(input_ids=ids, logits_to_keep=1, use_cache=True).past_key_values
 
@@ -167,19 +177,19 @@ def decoder(model: Any, context: int) -> tuple[Work, int]:
     return step, size
 
 
-def filled(config: LlamaConfig, context: int) -> DynamicCache:
+def filled(model: LlamaForCausalLM, context: int) -> DynamicCache:
     """Llama's cache after a context, with any numbers in it: reading a long one would take minutes."""
-    cache = DynamicCache(config=config)
+    config, cache = model.config, DynamicCache(config=model.config)
+    shape = 2, 1, config.num_key_value_heads, context, config.head_dim
     for layer in range(config.num_hidden_layers):
-        cache.update(*torch.randn(2, 1, config.num_key_value_heads, context, config.head_dim), layer)
+        cache.update(*torch.randn(shape, dtype=model.dtype), layer)
     return cache
 
 
-def bytes_read(mixer: str, length: int, size: Size) -> int:
+def bytes_read(model: Any) -> int:
     """The bytes of weights that one token needs: all but the table of embeddings, of which it takes a row."""
-    model = build(mixer, length, size)
     table = model.get_input_embeddings().weight
-    return sum(p.nbytes for p in model.parameters() if p is not table)
+    return sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if t is not table)
 
 
 def bandwidth() -> float:
@@ -201,27 +211,33 @@ def cache_bytes(cache: DynamicCache) -> int:
 
 def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
     """Training steps, then decoding after each context."""
-    mixers = args.models or MIXERS
-    lengths, contexts = args.lengths or LENGTHS, CONTEXTS[:1] if args.quick else CONTEXTS
-    for length in lengths:
+    mixers, size = args.models or MIXERS, SIZES[args.size] if args.size else SIZE
+    lengths, contexts = args.lengths or LENGTHS, args.contexts or (CONTEXTS[:1] if args.quick else CONTEXTS)
+    for length in lengths if "training" in args.work else ():
         seconds = args.seconds / len(lengths)
-        yield from training(mixers, length, size=SIZE, seconds=seconds, say=say, memory=False)
+        yield from training(mixers, length, size=size, seconds=seconds, say=say, memory=False)
     decoders = [mixer for mixer in mixers if able(mixer, "decoding")]
     for context in contexts:
-        for work in (decoding, generating):
-            yield from work(decoders, context, size=SIZE, seconds=args.seconds / len(contexts), say=say)
+        seconds = args.seconds / len(contexts)
+        if "decoding" in args.work:
+            yield from decoding(decoders, context, size=size, seconds=seconds, say=say)
+        if "generating" in args.work:
+            yield from generating(
+                decoders, context, size=size, seconds=seconds, say=say, weights=args.weights
+            )
 
 
 def notes(rows: list[Cost]) -> list[str]:
     """The bound of decoding, for each model, and what `generate` makes of it."""
-    decoders = dict.fromkeys(row.mixer for row in rows if row.work == "decoding")
-    speed, said = bandwidth() if decoders else 0.0, []
-    for mixer in decoders:
-        least = 1e3 * bytes_read(mixer, 64, SIZE) / speed
-        read_once = f"its weights read once at {speed / 1e9:.1f} GB/s"
-        said.append(f"bound of decoding: {mixer} {least:.2f} ms a token, {read_once}")
-    for mixer in decoders:
-        found = [row for row in rows if row.work == "generating" and row.mixer == mixer]
-        speeds = (f"{1e3 / row.ms:,.0f} after {row.length:,}" for row in found)
-        said += [f"tokens a second of generate: {mixer} {', '.join(speeds)}"] if found else []
+    found: dict[tuple[str, str], list[Cost]] = {}
+    for row in rows:
+        if row.work == "generating":
+            found.setdefault((row.mixer, row.dtype), []).append(row)
+    said = []
+    for (mixer, kind), group in found.items():
+        speeds = ", ".join(f"{1e3 / row.ms:,.0f} after {row.length:,}" for row in group)
+        bound = sum(cast(float, row.bound_ms) for row in group) / len(group)
+        said.append(
+            f"tokens a second of generate: {mixer}, {kind}: {speeds}; weights read once {bound:.2f} ms"
+        )
     return said

@@ -26,6 +26,7 @@ from .encoder import (
     CosformerForSequenceClassification,
     CosformerForTokenClassification,
 )
+from .int8 import to_int8
 from .interface import attach, enter
 from .parallel import prefill, sequence_parallel
 from .seq2seq import CosformerForConditionalGeneration, CosformerSeq2SeqModel
@@ -35,7 +36,7 @@ __all__ = [
     "CosformerForCausalLM", "CosformerForConditionalGeneration", "CosformerForMaskedLM",
     "CosformerForPairClassification", "CosformerForSequenceClassification", "CosformerForTokenClassification",
     "CosformerModel", "CosformerSeq2SeqConfig", "CosformerSeq2SeqModel", "attach", "prefill",
-    "sequence_parallel",
+    "sequence_parallel", "to_int8",
 ]  # fmt: skip
 
 CONFIGS = (CosformerConfig, CosformerEncoderConfig, CosformerSeq2SeqConfig)

@@ -12,6 +12,9 @@ from ..mixers.kernel import Cosformer, Identity, Kernel, Relu
 from ..mixers.positions import Rope, speeds
 from ..mixers.softmax import Softmax
 from ..ops.step import Block, Ends, Linear
+from .int8 import Int8Linear
+
+LINEARS = (nn.Linear, Int8Linear)
 
 
 def outer(stack: Any, model: Any) -> tuple[Any, Any, Any, Any]:
@@ -26,12 +29,12 @@ def ends_of(stack: Any, model: Any) -> Ends | None:
     if (
         not plain
         or type(norm) is not stack.parts[-1]
-        or type(head) is not nn.Linear
+        or type(head) not in LINEARS
         or is_heard(norm, head, *tables)
     ):
         return None
     at = None if positions is None else positions.weight
-    ends = Ends(table.weight, norm.weight, norm.variance_epsilon, Linear(head.weight, head.bias), at)
+    ends = Ends(table.weight, norm.weight, norm.variance_epsilon, _linear(head), at)
     return ends if ends.is_taken() and table.weight.shape[1] == norm.weight.shape[0] else None
 
 
@@ -54,7 +57,7 @@ def block_of(layer: Any, parts: tuple[type, ...]) -> Block | None:
     mixer = interior.mixer
     linears = [attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj]
     linears += [mlp.gate_proj, mlp.up_proj, mlp.down_proj]
-    plain = type(interior) is Interior and all(type(linear) is nn.Linear for linear in linears)
+    plain = type(interior) is Interior and all(type(linear) in LINEARS for linear in linears)
     dropping = any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in layer.modules())
     plain = plain and not dropping and norms[0].variance_epsilon == norms[1].variance_epsilon
     if heard or _has_any_global_hook() or not plain or not _is_silu(mlp.act_fn):
@@ -69,8 +72,8 @@ def block_of(layer: Any, parts: tuple[type, ...]) -> Block | None:
     convs = [] if interior.conv is None else list(interior.conv.values())
     if any(type(conv) is not ShortConvolution or conv.ahead for conv in convs):
         return None
-    rate_gate, output_gate = (None if gate is None else Linear(gate.weight, gate.bias) for gate in gates)
-    q, k, v, o, gate, up, down = (Linear(linear.weight, linear.bias) for linear in linears)
+    rate_gate, output_gate = (None if gate is None else _linear(gate) for gate in gates)
+    q, k, v, o, gate, up, down = map(_linear, linears)
     horizon = math.inf if softmax else mixer.horizon_of(0)
     block = Block(
         heads=mixer.heads,
@@ -102,6 +105,10 @@ def block_of(layer: Any, parts: tuple[type, ...]) -> Block | None:
         turns=_turns(mixer) if softmax else None,
     )
     return block if block.is_taken() else None
+
+
+def _linear(module: Any) -> Linear:
+    return Linear(module.weight, module.bias, getattr(module, "scales", None))
 
 
 def _is_linear(mixer: Any) -> bool:

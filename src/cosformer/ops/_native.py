@@ -29,9 +29,9 @@ _GRAD_PLACES = struct.Struct("=8q")  # struct cosformer_grad_places
 CONVOLUTION = struct.Struct("=8q12q2q")  # struct cosformer_convolution_call
 NORM = struct.Struct("=3qdq24qq")  # struct cosformer_norm_call
 _ABSENT = (0,) * 6  # a tensor that is not there
-BLOCK = struct.Struct("=8q4d4q27q3q3q")  # struct cosformer_block
+BLOCK = struct.Struct("=8q4d4q36q3q3q")  # struct cosformer_block
 KEPT = struct.Struct("=4q2qq")  # struct cosformer_kept
-ENDS = struct.Struct("=5qd3q")  # struct cosformer_ends
+ENDS = struct.Struct("=5qd4q")  # struct cosformer_ends
 _STRUCTS = (_CALL, _PLACES, _GRADS, _GRAD_PLACES, CONVOLUTION, NORM, BLOCK, KEPT, ENDS)
 _ABI = reduce(lambda abi, struct: (1000 * abi + struct.size) % 1_000_000_007, _STRUCTS, 0)
 _LARGE = 1 << 22  # bytes: what is smaller malloc gives out again, pages and all; this may come fresh again

@@ -1,5 +1,7 @@
 """Rows through the native kernel: what a layer does to tokens beside attention, and whole blocks of it."""
 
+from collections.abc import Collection
+
 import torch
 from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
@@ -9,13 +11,13 @@ from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 from ._native import CONVOLUTION, DTYPES, NORM, check, kernel, problem
 
 
-def takes(x: Tensor) -> bool:
+def takes(x: Tensor, dtypes: Collection[torch.dtype] = DTYPES) -> bool:
     """Whether the kernel takes this tensor now: where torch traces or maps, its own operations do."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or is_functorch_wrapped_tensor(x):
         return False
     if forward_ad._current_level >= 0:  # forward-mode derivatives
         return False
-    ours = type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu and x.dtype in DTYPES
+    ours = type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu and x.dtype in dtypes
     return ours and x.numel() > 0 and not x.is_neg() and problem() is None
 
 

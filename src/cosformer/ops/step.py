@@ -26,6 +26,20 @@ DTYPES = (torch.float32, torch.bfloat16)  # of parameters, and of the tokens tha
 class Linear:
     weight: Tensor
     bias: Tensor | None = None
+    scales: Tensor | None = None  # (rows,), in float32, of a weight in int8
+
+    def tensors(self) -> list[Tensor]:
+        return [t for t in (self.weight, self.bias, self.scales) if t is not None]
+
+    def is_taken(self, dtype: torch.dtype) -> bool:
+        """Whether the kernel reads it beside other parameters of this dtype."""
+        scaled = self.scales is not None
+        kinds = [torch.int8 if scaled else dtype, *([] if self.bias is None else [dtype])]
+        kinds += [torch.float32] if scaled else []
+        return all(map(_is_plain, self.tensors(), kinds))
+
+    def packed(self) -> tuple[int, ...]:
+        return _at(self.weight), _at(self.bias), _at(self.scales), len(self.weight)
 
 
 @dataclass(frozen=True)
@@ -63,10 +77,13 @@ class Block:
     def linears(self) -> tuple[Linear | None, ...]:
         return self.q, self.k, self.v, self.o, self.gate, self.up, self.down, self.rate_gate, self.output_gate
 
-    def tensors(self) -> list[Tensor]:
-        parts = [t for linear in self.linears() if linear is not None for t in (linear.weight, linear.bias)]
-        parts += [self.norm, self.mlp_norm, self.q_norm, self.k_norm, *self.conv, self.rates]
+    def others(self) -> list[Tensor]:
+        parts = [self.norm, self.mlp_norm, self.q_norm, self.k_norm, *self.conv]
         return [t for t in parts if t is not None]
+
+    def tensors(self) -> list[Tensor]:
+        linears = [t for linear in self.linears() if linear is not None for t in linear.tensors()]
+        return [*linears, *self.others(), *([] if self.rates is None else [self.rates])]
 
     @property
     def dtype(self) -> torch.dtype:
@@ -85,8 +102,9 @@ class Block:
         """Whether the kernel reads such tensors."""
         if self.dtype not in DTYPES or self.size > 256:
             return False
-        kinds = ((t, torch.float32 if t is self.rates else self.dtype) for t in self.tensors())
-        return all(_rows.takes(t) and t.dtype == dtype and t.is_contiguous() for t, dtype in kinds)
+        plain = self.rates is None or _is_plain(self.rates, torch.float32)
+        plain = plain and all(_is_plain(t, self.dtype) for t in self.others())
+        return plain and all(linear is None or linear.is_taken(self.dtype) for linear in self.linears())
 
 
 @dataclass(frozen=True)
@@ -99,18 +117,19 @@ class Ends:
     head: Linear
     positions: Tensor | None = None  # (most, C): a vector for each position, where they are learned
 
+    def others(self) -> list[Tensor]:
+        return [t for t in (self.embeddings, self.positions, self.norm) if t is not None]
+
     def tensors(self) -> list[Tensor]:
-        parts = [self.embeddings, self.positions, self.norm, self.head.weight, self.head.bias]
-        return [t for t in parts if t is not None]
+        return [*self.others(), *self.head.tensors()]
 
     @property
     def dtype(self) -> torch.dtype:
         return self.norm.dtype
 
     def is_taken(self) -> bool:
-        if self.dtype not in DTYPES:
-            return False
-        return all(_rows.takes(t) and t.dtype == self.dtype and t.is_contiguous() for t in self.tensors())
+        plain = all(_is_plain(t, self.dtype) for t in self.others())
+        return self.dtype in DTYPES and plain and self.head.is_taken(self.dtype)
 
 
 class Blocks:
@@ -179,18 +198,16 @@ def takes(x: Tensor, rows: int) -> bool:
     return not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled())
 
 
+def _is_plain(t: Tensor, dtype: torch.dtype) -> bool:
+    return _rows.takes(t, (dtype,)) and t.is_contiguous()
+
+
 def _at(t: Tensor | None) -> int:
     return 0 if t is None else t.data_ptr()
 
 
 def _packed(b: Block, angles: Tensor | None) -> bytes:
-    linears = [
-        number
-        for linear in b.linears()
-        for number in (
-            (0, 0, 0) if linear is None else (_at(linear.weight), _at(linear.bias), len(linear.weight))
-        )
-    ]
+    linears = [n for linear in b.linears() for n in ((0, 0, 0, 0) if linear is None else linear.packed())]
     width = b.conv[0].shape[1] if b.conv else 0
     return _native.BLOCK.pack(
         b.heads, b.kv_heads, b.size, len(b.gate.weight), width, b.relu, b.signed, b.softmax,
@@ -202,8 +219,7 @@ def _packed(b: Block, angles: Tensor | None) -> bytes:
 
 def _packed_ends(e: Ends) -> bytes:
     tables = [(0, 0) if t is None else (_at(t), len(t)) for t in (e.embeddings, e.positions)]
-    head = _at(e.head.weight), _at(e.head.bias), len(e.head.weight)
-    return _native.ENDS.pack(*tables[0], *tables[1], _at(e.norm), e.norm_eps, *head)
+    return _native.ENDS.pack(*tables[0], *tables[1], _at(e.norm), e.norm_eps, *e.head.packed())
 
 
 def _packed_kept(b: Block, tensors: tuple[Tensor, ...]) -> bytes:

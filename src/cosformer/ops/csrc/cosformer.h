@@ -137,9 +137,11 @@ int cosformer_norm(const cosformer_norm_call *call);
  *     x += o(mixed(conv(q n), conv(k n), v n))        mixed: q and k normed, the stream's next token as above, times the output gate
  *     x += down(silu(gate n) * up n)
  *
- * What a block does not have is NULL, or 0 rows.  Parameters and the tokens kept are float32 or bfloat16, all of one dtype: void here. */
+ * What a block does not have is NULL, or 0 rows.  Parameters and the tokens kept are float32 or bfloat16, all of one dtype: void here; but
+ * weights with scales are int8. */
 typedef struct {
     const void *weight, *bias;     /* (rows, columns), (rows,) */
+    const float *scales;           /* (rows,) by which int8 weights are multiplied, or NULL */
     int64_t rows;
 } cosformer_linear;
 

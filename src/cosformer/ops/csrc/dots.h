@@ -25,6 +25,19 @@ inline vec load(const Bf16 *p) {  // written out where the compiler makes five i
     return reinterpret_cast<vec>(bits << 16);
 }
 
+typedef int8_t bytes __attribute__((vector_size(W), aligned(1)));
+
+inline vec load(const int8_t *p) {
+#if defined(__AVX512F__)
+    return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))));
+#elif defined(__AVX2__)
+    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i *>(p))));
+#else
+    return __builtin_convertvector(*reinterpret_cast<const bytes *>(p), vec);
+#endif
+}
+inline float to_float(int8_t x) { return x; }
+
 // Bytes that weights are asked for ahead of their use: the processor itself looks ahead no further than a page, and begins anew with each.
 constexpr int64_t AHEAD = 8192;
 

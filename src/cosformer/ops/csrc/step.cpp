@@ -15,15 +15,19 @@
 
 namespace {
 
-// what(row, b, (w x_b + bias)[row]) for the rows [first, last) of w (., n); x is (B, n).  Every weight is read once, one after the other.
-template <class T, class What>
-void project(const T *w, const T *bias, int64_t first, int64_t last, const float *x, int64_t B, int64_t n, What what) {
+// what(row, b, (scale w x_b + bias)[row]) for the rows [first, last) of w (., n); x is (B, n).  Every weight is read once, one after the
+// other.
+template <class Weight, class T, class What>
+void project(const Weight *w, const float *scales, const T *bias, int64_t first, int64_t last, const float *x, int64_t B, int64_t n, What what) {
     for (int64_t row = first; row < last; row++) {
-        const float add = bias ? to_float(bias[row]) : 0;
+        const float scale = scales ? scales[row] : 1, add = bias ? to_float(bias[row]) : 0;
         float y[2];
         int64_t b = 0;
-        for (; b + 2 <= B; b += 2) dots<2>(w + row * n, x + b * n, n, y), what(row, b, y[0] + add), what(row, b + 1, y[1] + add);
-        if (b < B) dots<1>(w + row * n, x + b * n, n, y), what(row, b, y[0] + add);
+        for (; b + 2 <= B; b += 2) {
+            dots<2>(w + row * n, x + b * n, n, y);
+            what(row, b, y[0] * scale + add), what(row, b + 1, y[1] * scale + add);
+        }
+        if (b < B) dots<1>(w + row * n, x + b * n, n, y), what(row, b, y[0] * scale + add);
     }
 }
 
@@ -62,8 +66,12 @@ class Step {
     void run(int64_t thread, int64_t threads, float *normed, const cosformer_ends *ends, float *logits) {
         FlushSubnormals flush;
         auto share = [&](int64_t n, auto what) { what(n * thread / threads, n * (thread + 1) / threads); };
+        auto some = [&](const cosformer_linear &l, int64_t first, int64_t last, const float *x, int64_t n, auto what) {
+            if (l.scales) project(static_cast<const int8_t *>(l.weight), l.scales, in(l.bias), first, last, x, B, n, what);
+            else project(in(l.weight), nullptr, in(l.bias), first, last, x, B, n, what);
+        };
         auto products = [&](const cosformer_linear &l, const float *x, int64_t n, auto what) {
-            if (l.weight) share(l.rows, [&](int64_t first, int64_t last) { project(in(l.weight), in(l.bias), first, last, x, B, n, what); });
+            if (l.weight) share(l.rows, [&](int64_t first, int64_t last) { some(l, first, last, x, n, what); });
         };
         auto add = [&](int64_t row, int64_t at, float y) { x_[at * C + row] += y; };
         for (int64_t i = 0; i < count_; i++) {
@@ -91,8 +99,8 @@ class Step {
                 auto at = [&](int64_t row, int64_t row_of_x) -> float & { return hidden_[row_of_x * b.hidden + row]; };
                 auto gate = [&](int64_t row, int64_t n, float y) { at(row, n) = y / (1 + std::exp(-y)); };
                 auto up = [&](int64_t row, int64_t n, float y) { at(row, n) *= y; };
-                project(in(b.gate.weight), in(b.gate.bias), first, last, normed, B, C, gate);
-                project(in(b.up.weight), in(b.up.bias), first, last, normed, B, C, up);
+                some(b.gate, first, last, normed, C, gate);
+                some(b.up, first, last, normed, C, up);
             });
             meet();
             products(b.down, hidden_.data(), b.hidden, add);

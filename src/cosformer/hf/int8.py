@@ -1,0 +1,58 @@
+"""The weights of a decoder in int8, to write text with: a quarter of the bytes that a token must read.
+
+weight[row] ~ scale[row] * int8[row]        scale[row] = max |weight[row]| / 127
+"""
+
+from typing import TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .configuration import CosformerConfig
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+class Int8Linear(nn.Module):
+    """A linear layer whose weight is int8 with a scale for each row. It cannot be trained, nor saved."""
+
+    weight: Tensor
+    scales: Tensor
+    bias: nn.Parameter | None
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach().float()
+        scales = weight.abs().amax(1) / 127
+        rounded = (weight / torch.where(scales > 0, scales, 1.0)[:, None]).round()
+        self.register_buffer("weight", rounded.to(torch.int8))
+        self.register_buffer("scales", scales)
+        self.bias = linear.bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x, self.weight.to(x.dtype)) * self.scales.to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+    def _save_to_state_dict(self, *args, **kwargs) -> None:
+        raise RuntimeError(
+            "weights in int8 are not saved: save the model before to_int8, and call that again"
+        )
+
+
+def to_int8(model: Model) -> Model:
+    """Round the weights of all blocks and of the output layer, in place; embeddings and norms stay.
+
+    The next token of a batch is then taken by the native kernel, which reads int8. Whatever else a model does
+    goes through torch, with each weight brought back as it is used: correct, and slower than before.
+    """
+    if not isinstance(getattr(model, "config", None), CosformerConfig):
+        raise TypeError(f"model is a {type(model).__name__}; to_int8 takes a CosformerForCausalLM")
+    # Gates, another class, are small, and the rates of decay hang on them.
+    linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
+    for name, linear in linears.items():
+        if not torch.isfinite(linear.weight).all():
+            raise ValueError(f"{name}.weight holds NaN or infinity, which int8 does not have")
+    for name, linear in linears.items():
+        model.set_submodule(name, Int8Linear(linear))
+    return model.eval()
