@@ -10,7 +10,7 @@ from .loop import Loop
 from .loss import without_logits
 from .parallel import labels_of
 from .pretrained import CosformerPreTrained
-from .stack import CosformerStack
+from .stack import CosformerStack, asks_for_more
 from .step import next_logits
 
 
@@ -75,26 +75,18 @@ class CosformerForCausalLM(CosformerPreTrained, LlamaForCausalLM):
 
     def _is_next_token(self, ids, cache, embeds, labels, asked: dict) -> bool:
         """Whether a call is for the logits of one more token a row, and nothing else."""
-        if type(cache) is not CosformerCache or labels is not None or embeds is not None:
+        one = isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] == 1
+        if not one or type(cache) is not CosformerCache or labels is not None or embeds is not None:
             return False
-        if not isinstance(ids, Tensor) or ids.ndim != 2 or ids.shape[1] != 1:
+        if asked.get("use_cache") is False or not isinstance(asked.get("logits_to_keep", 0), int):
             return False
-        plain = {"use_cache": (None, True), "return_dict": (None, True)}
-        for name, value in asked.items():
-            if name == "logits_to_keep":
-                if not isinstance(value, int):
-                    return False
-            elif value is not None and value is not False and value not in plain.get(name, ()):
-                return False
-        return (
-            self.takes_ids and asked.get("use_cache") is not False and asked.get("return_dict") is not False
-        )
+        return self.takes_ids and not asks_for_more(self.config, asked, but=("use_cache", "logits_to_keep"))
 
     @property
     def takes_ids(self) -> bool:
         """Whether the stack is called with numbers of tokens alone, and does with them what ours does."""
-        asks, stack = self.config, self.model
-        if asks.output_hidden_states or asks.output_attentions or asks.return_dict is False:
+        config, stack = self.config, self.model
+        if config.output_hidden_states or config.output_attentions or config.return_dict is False:
             return False
         return type(stack).forward is CosformerStack.forward and stack.sequence_group is None
 

@@ -64,6 +64,14 @@ class CosformerRMSNorm(LlamaRMSNorm):
         return rms_norm(hidden_states, self.weight, self.variance_epsilon)
 
 
+def asks_for_more(config: Any, asked: dict, *, but: tuple[str, ...] = ()) -> bool:
+    """Whether a call wants anything but the last hidden state or logits, or them in another form."""
+    if config.output_hidden_states or asked.get("return_dict") is False:
+        return True
+    known = ("return_dict", *but)
+    return any(v is not None and v is not False for name, v in asked.items() if name not in known)
+
+
 class CosformerStack(CosformerPreTrained, LlamaModel):
     """Embeddings, blocks, a last norm."""
 
@@ -116,7 +124,7 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
                 position_ids = unpadded(attention_mask, embedded.shape[1], before, shard)
             embedded = embedded + self.position_vectors(embedded, position_ids, before)
         one_more = past_key_values is not None and embedded.shape[1] == 1 and shard is None
-        if one_more and not self._asks_for_more(kwargs):
+        if one_more and not asks_for_more(self.config, kwargs):
             hidden = next_token(self, embedded, past_key_values, attention_mask)
             if hidden is not None:
                 return BaseModelOutputWithPast(self.norm(hidden), past_key_values)
@@ -130,12 +138,6 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
             shard=shard,
             **kwargs,
         )
-
-    def _asks_for_more(self, kwargs: dict) -> bool:
-        """Whether a call wants anything but the last hidden state, or it in another form."""
-        if self.config.output_hidden_states or kwargs.get("return_dict") is False:
-            return True
-        return any(v is not None and v is not False for k, v in kwargs.items() if k != "return_dict")
 
     @staticmethod
     def places(mask: Tensor | None, position_ids: Tensor | None, seen: int) -> Tensor:
