@@ -102,6 +102,14 @@ def full(root: str) -> list[Subject]:
     """The real sets, in the folder `root`, and what is generated; steps are the same on every machine."""
     wikitext = {"data": f"{root}/wikitext-2", "length": 1024, "isolate": False}
     first = recall(64, 8)
+    bytes_ = Subject(
+        name="wikitext2-lm", group="lm", title="WikiText-2 language model, bytes", task="lm",
+        data="WikiText-2", settings={**wikitext, "tokenizer": "bytes"}, batch=4,
+        rates=(1e-3, 2e-3, 4e-3), steps=1_000,
+        seeds=(0, 1, 2), test_examples=512, by_position=True,
+    )
+    # What the convolution and the norms alone are worth: to softmax, and to us.
+    ablated = dataclasses.replace(bytes_, seeds=(0,), by_position=False, search_on=bytes_)
     spelling = Subject(
         name="cmudict", group="seq2seq", title="Spelling to phonemes, by cross attention", task="seq2seq",
         data="CMUdict", settings={"data": f"{root}/cmudict", "length": 40, "target_length": 96,
@@ -115,11 +123,14 @@ def full(root: str) -> list[Subject]:
         rates=(5e-4, 1e-3, 2e-3), steps=400, test_examples=256, only=("cosformer",),
     )
     return [
-        Subject(
-            name="wikitext2-lm", group="lm", title="WikiText-2 language model, bytes", task="lm",
-            data="WikiText-2", settings={**wikitext, "tokenizer": "bytes"}, batch=4,
-            rates=(1e-3, 2e-3, 4e-3), steps=1_000,
-            seeds=(0, 1, 2), test_examples=512, by_position=True,
+        bytes_,
+        dataclasses.replace(
+            ablated, name="wikitext2-lm-conv", title="The same, with convolution and norms",
+            fields={"short_conv": 4, "qk_norm": True}, only=("softmax+rope",),
+        ),
+        dataclasses.replace(
+            ablated, name="wikitext2-lm-bare", title="The same, without convolution and norms",
+            fields={"short_conv": 0, "qk_norm": False}, only=("cosformer",),
         ),
         Subject(
             name="wikitext2-lm-bpe", group="lm", title="WikiText-2 language model, BPE", task="lm",
