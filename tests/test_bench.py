@@ -115,7 +115,7 @@ def test_models(tmp_path, capsys, monkeypatch):
 
 
 def test_models_with_rounded_weights(tmp_path, capsys):
-    given = ["--models", "cosformer", "softmax+rope", "--size", "toy", "--contexts", "16", "--quick"]
+    given = ["--models", "cosformer", "llama", "--size", "toy", "--contexts", "16", "--quick"]
     weights = ["--work", "generating", "--weights", "float32", "bfloat16", "int8"]
     rows = run(tmp_path / "results.jsonl", *given, *weights)
     ours = {row.dtype: row for row in rows if row.mixer == "cosformer"}
@@ -135,7 +135,7 @@ def test_models_with_rounded_weights(tmp_path, capsys):
 def test_the_weights_that_a_token_needs():
     """All but the table of embeddings."""
     size = models.Size(1, 32, 2)
-    model = models.build("softmax+rope", 16, size)
+    model = models.build("llama", 16, size)
     every = sum(p.nbytes for p in model.parameters())
     every += sum(b.nbytes for b in model.buffers())
     assert models.bytes_read(model) == every - 4 * models.VOCABULARY * 32
@@ -144,7 +144,7 @@ def test_the_weights_that_a_token_needs():
 
 def test_softmax_is_measured_after_as_long_a_context():
     """Its cache is filled, not read; ours is read."""
-    model = models.build("softmax+rope", 64, models.Size(2, 32, 2))
+    model = models.build("llama", 64, models.Size(2, 32, 2))
     read = model(input_ids=torch.zeros(1, 40, dtype=torch.long), use_cache=True).past_key_values
     made = models.filled(model, 40)
     assert [layer.keys.shape for layer in made.layers] == [layer.keys.shape for layer in read.layers]
@@ -153,8 +153,8 @@ def test_softmax_is_measured_after_as_long_a_context():
 
 def test_decoding_costs_the_same_after_any_number_of_steps(monkeypatch):
     """A cache that grows while time is taken would be timed at another length than the row says."""
-    monkeypatch.setattr(models, "ROOM", 3)
-    for mixer in ("softmax+rope", "cosformer"):
+    monkeypatch.setattr(models, "TOKENS", 1)
+    for mixer in ("llama", "softmax+rope", "cosformer"):
         model = models.build(mixer, 16, models.Size(1, 16, 1)).eval()
         step, size = models.decoder(model, 8)
         seen = []
@@ -164,12 +164,12 @@ def test_decoding_costs_the_same_after_any_number_of_steps(monkeypatch):
         )
         for _ in range(7):
             step()
-        assert max(seen) < 8 + 3 and size > 0, mixer
+        assert max(seen) <= 8 + 4 and size > 0, mixer
 
 
 def test_generating_goes_on_behind_as_long_a_context(monkeypatch):
     monkeypatch.setattr(models, "TOKENS", 3)
-    for mixer in ("softmax+rope", "cosformer"):
+    for mixer in ("llama", "softmax+rope", "cosformer"):
         model = models.build(mixer, 64, models.Size(1, 16, 1)).eval()
         write, seen, generate = models.generator(model, 8), [], model.generate
 

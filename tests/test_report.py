@@ -84,7 +84,9 @@ def versus(ours, theirs, make=quality, **more) -> list[results.Row]:
         (versus(7.7, 7.7), "tie", "a tie (equal;"),
         (versus(0.5, 0.4, accuracy), "better", "50.0 % against 40.0 % of softmax + RoPE, 10.0 points higher"),
         (versus(0.4, 0.5, accuracy), "worse", "10.0 points lower, which is worse."),
-        (versus(0.504, 0.5, accuracy), "tie", "a tie (0.4 points higher;"),
+        (versus(0.504, 0.5, accuracy), "tie", "a tie (0.40 points higher; within two standard errors"),
+        (versus(0.99, 0.9995, accuracy), "worse", "99.00 % against 99.95 % of softmax + RoPE, 0.95 points lower"),
+        ([r for seed in (0, 1, 2) for r in versus(0.995, 0.9985, accuracy, seed=seed)], "worse", "0.35 points"),
         (versus(0.54, 0.5, accuracy), "tie", "4.0 points higher; within two standard errors of 1,000 test"),
         (versus(0.55, 0.5, accuracy), "better", "5.0 points higher, which is better."),
         (versus(0.99, 0.96, accuracy), "better", "3.0 points higher, which is better."),
@@ -222,6 +224,10 @@ def test_searches_published_figures_and_busy_machines_are_shown(page):
         ("2.001", "chosen"),
         ("2.002", ""),
     ]
+    again = [replace(row, steps=1000, loss=1.5) for row in measured.searches[:1]]
+    table = tables.searches(Measured([*invented(), *again]))
+    assert list(table.rows)[-1].endswith(", 1,000 steps")  # a longer trial is not one of the search
+    assert tables.searches(Measured(measured.searches)).rows[list(table.rows)[0]][0][1][0].more == ""
     text = next(e for e in measured.experiments if e.row.task == "text")
     assert tables.one_task(text).rows[""][0][1][0].more == "published 64.0"
     assert "a quarter." in tables.one_task(text).note
@@ -359,7 +365,7 @@ def test_sections_follow_the_results(page, tmp_path):
 
     assert headings(page) == [
         "Summary", "Language modelling", "Long-Range Arena", "Recall", "Speed and memory",
-        "Quality against cost", "Ablation", "Rates of learning", "Attention matrices", "Exactness",
+        "Quality against cost", "Ablation", "Learning rates", "Attention matrices", "Exactness",
         "How these numbers were made",
     ]  # fmt: skip
     report.write_page([quality(group="mine")], tmp_path / "small.html")

@@ -38,7 +38,8 @@ def parser() -> argparse.ArgumentParser:
     add("--tune", action="store_true", help="instead of measuring, fill the table of the triton kernels'"
         " block sizes for this GPU (with --device cuda), for the --head-dims and --dtypes given")
     add("--mixers", nargs="+", metavar="NAME", help="measure these mixers instead, or `all`")
-    add("--models", nargs="*", metavar="MIXER", help="measure whole models instead (needs the [hf] extra)")
+    add("--models", nargs="*", metavar="MIXER", help="measure whole models instead, also `llama`, which is"
+        " transformers' own (needs the [hf] extra)")
     add("--parallel", nargs="*", type=int, metavar="W", help="measure one sequence over 1, 2 and 4 processes,"
         " or these (needs the [hf] extra)")
     add("--lengths", nargs="+", type=int, metavar="N", help="text lengths (default: a few up to 16384)")
@@ -82,7 +83,7 @@ def settings(argv: list[str] | None) -> argparse.Namespace:
         args.memory &= args.kind == "operators"
     args.mixers, args.models = (given and [*dict.fromkeys(given)] for given in (args.mixers, args.models))
     alone = [name for name in args.mixers or [] if name != "all"]
-    for mixer in (args.models or []) + alone:
+    for mixer in [*(name for name in args.models or [] if name != "llama"), *alone]:
         try:
             layers = pattern(mixer)
         except ValueError as error:

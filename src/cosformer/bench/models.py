@@ -1,5 +1,7 @@
 """Whole causal language models, a mixer each, in the same blocks: cost of a training step and of decoding.
 
+Softmax is there twice: in our blocks, which differ in the mixer alone, and as transformers' Llama.
+
 Training is a forward and a backward of the loss, batch 1; decoding feeds one token after a context, and
 generating is a token of `generate` there, greedy, with its share of all that `generate` does around them. No
 token can be had sooner than the weights are read, so both are shown beside that bound: their bytes over the
@@ -23,18 +25,18 @@ from ..hf.sizes import SIZES, Size
 from ..results import Cost
 from .measure import Say, Work, in_turns, measured
 
-MIXERS = ["cosformer", "cosformer-paper", "cosformer-hybrid", "softmax+rope"]
+LLAMA = "llama"  # softmax with rotary positions as transformers has it: another model, with its own cache
+MIXERS = ["cosformer", "cosformer-paper", "cosformer-hybrid", "softmax+rope", LLAMA]
 LENGTHS = [1024, 4096, 16384]
 CONTEXTS = [64, 512, 4096, 65_536]
 SIZE = Size(4, 256, 4, feedforward=1536)
 VOCABULARY = 256
 BIG = 1 << 28  # bytes: more than the caches hold
 TOKENS = 64  # that one call of `generate` writes
-ROOM = 32_768  # positions after the context, for the tokens that are decoded while the time is taken
 
 
 def build(mixer: str, length: int, size: Size) -> Any:
-    """A causal language model; softmax+rope is Llama as transformers has it, with its own cache."""
+    """A causal language model, of our blocks or Llama."""
     fields: dict[str, Any] = {
         "vocab_size": VOCABULARY,
         "hidden_size": size.width,
@@ -46,7 +48,7 @@ def build(mixer: str, length: int, size: Size) -> Any:
         "eos_token_id": None,
     }
     torch.manual_seed(0)
-    if mixer == "softmax+rope":
+    if mixer == LLAMA:
         return LlamaForCausalLM._from_config(LlamaConfig(**fields), attn_implementation="sdpa")
     return CosformerForCausalLM(CosformerConfig(**fields, mixer=mixer))
 
@@ -91,7 +93,7 @@ def decoding(mixers: list[str], context: int, *, size: Size, seconds: float, say
     steps = {}
     for mixer in mixers:
         say(f"reading {context:,} tokens, {mixer}")
-        steps[mixer] = decoder(build(mixer, context + ROOM, size).eval(), context)
+        steps[mixer] = decoder(build(mixer, longest(context) + TOKENS, size).eval(), context)
     works = {mixer: step for mixer, (step, _) in steps.items()}
     timed = in_turns(works, seconds=seconds, say=lambda text: say(f"decoding after {context:,}, {text}"))
     row = partial(Cost, what="model", work="decoding", causal=True, length=context, size=str(size))
@@ -104,10 +106,10 @@ def generating(
     """Rows of a token of `generate` after a context, with weights of each kind."""
     works, bytes_ = {}, {}
     for mixer, kind in itertools.product(mixers, weights or ["float32"]):
-        if mixer == "softmax+rope" and kind == "int8":  # of our models alone
+        if mixer == LLAMA and kind == "int8":  # of our models alone
             continue
         say(f"reading {context:,} tokens, {mixer}, {kind}")
-        model = rounded(build(mixer, context + ROOM, size).eval(), kind)
+        model = rounded(build(mixer, longest(context) + TOKENS, size).eval(), kind)
         works[mixer, kind], bytes_[mixer, kind] = generator(model, context), bytes_read(model)
     timed = in_turns(works, seconds=seconds, say=lambda text: say(f"generating after {context:,}, {text}"))
     speed = bandwidth()
@@ -127,12 +129,12 @@ def rounded(model: Any, weights: str) -> Any:
 def generator(model: Any, context: int) -> Work:
     """A function that lets `generate` write so many tokens behind a text of about `context` tokens.
 
-    Llama's cache is cut back each time. A state cannot be, and need not: a text goes on for a quarter of its
-    length, or a few calls, and then begins again with a copy of its cache.
+    Llama's cache is cut back each time. A state cannot be: a text goes on for a quarter of its length, or a
+    few calls, and then begins again with a copy of its cache.
     """
     begin = torch.randint(VOCABULARY, (1, context + 1))
     first, text = after(model, begin[:, :-1]), begin
-    crops, most = type(model) is LlamaForCausalLM, context + max(context // 4, 4 * TOKENS)
+    crops, most = type(model) is LlamaForCausalLM, longest(context)
     cache = first if crops else copy.deepcopy(first)
 
     def write() -> None:
@@ -160,21 +162,25 @@ def after(model: Any, ids: torch.Tensor) -> Any:
 def decoder(model: Any, context: int) -> tuple[Work, int]:
     """A function that decodes one more token after a context, and the bytes of cache at its start."""
     ids = torch.randint(VOCABULARY, (1, context))
-    cache = after(model, ids)
-    first = None if type(model) is LlamaForCausalLM else copy.deepcopy(cache)
-    size, token, left = cache_bytes(cache), ids[:, -1:], ROOM
+    first, crops = after(model, ids), type(model) is LlamaForCausalLM
+    cache = first if crops else copy.deepcopy(first)
+    token, most = ids[:, -1:], longest(context)
 
     def step() -> None:
-        nonlocal cache, left
-        if first is not None and not left:  # a fast machine decodes more than there is room for
-            cache, left = copy.deepcopy(first), ROOM
+        nonlocal cache
         with torch.inference_mode():
             model(input_ids=token, past_key_values=cache, use_cache=True)
-            if first is None:  # the next token stands after the same context; a state costs the same anywhere
+            if crops:
                 cache.crop(-1)
-        left -= 1
+        if cache.get_seq_length() > most:
+            cache = copy.deepcopy(first)
 
-    return step, size
+    return step, cache_bytes(first)
+
+
+def longest(context: int) -> int:
+    """How far a text may go on until it begins again: softmax layers take longer with every token."""
+    return context + max(context // 4, 4 * TOKENS)
 
 
 def filled(model: LlamaForCausalLM, context: int) -> DynamicCache:

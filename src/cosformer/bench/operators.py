@@ -250,7 +250,7 @@ def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
         return max(flops / (timed[name]["ms"] * 1e6) for name, (_, flops) in some)
 
     weighed = [c for c in todo if c.work == "training" and c.causal == (args.causal != "no")]
-    weighed = [c for c in weighed if args.memory and c.mixer != "cosformer"]
+    weighed = weighed if args.memory else []
     say(f"memory of {len(weighed)} cases")
     measured = peak_memories if args.device == "cpu" else device_memories
     memory = dict(zip(weighed, measured(__name__, [asdict(case) for case in weighed])))

@@ -20,7 +20,7 @@ GROUPS = {  # of tasks, in the order of the page
     "seq2seq": "Cross attention",
     "toy": "Toy tasks",
 }
-TIE = 0.005  # nothing smaller is a difference: of the value, or of 1 where the metric is a share
+TIE = 0.005  # of the value; nothing smaller is a difference, but of shares, whose errors are known
 
 
 class Span(NamedTuple):
@@ -114,7 +114,7 @@ class Measured:
         self.shared = sorted(of(kept, results.Shared), key=lambda row: (row.length, row.processes))
         self.cost = of(kept, results.Cost) + [_cost(row) for row in self.shared]
         self.experiments = _experiments(self.quality)
-        named: list[Any] = [*self.quality, *self.searches, *self.positions, *self.pictures, *self.cost]
+        named: list[Any] = [*self.quality, *self.positions, *self.pictures, *self.cost]
         self.mixers = list(looks(row.mixer for row in named))
         self.titles = {row.subject: row.title for row in self.quality}
 
@@ -185,19 +185,19 @@ def change(metric: str, before: float, after: float) -> str:
     """The size of a difference: in points of a share, else in per cent of what was before."""
     size = abs(after - before)
     if percent(metric):
-        return f"{100 * size:.1f} points"
+        return f"{100 * size:.{1 if size >= 0.01 else 2}f} points"
     return f"{100 * size / abs(before):.1f} %" if before else digits(size)
 
 
 def _why_tied(e: Experiment, ours: Span, theirs: Span) -> str:
     """Why the difference of two values proves nothing; empty if it does."""
-    a, b = ours.mean, theirs.mean
-    if abs(a - b) <= TIE * (1.0 if percent(e.row.metric) else abs(b)):
+    a, b, share = ours.mean, theirs.mean, percent(e.row.metric)
+    if not share and abs(a - b) <= TIE * abs(b):
         return f"less than {100 * TIE:g} %"
     if max(ours.seeds, theirs.seeds) > 1 and ours.low <= theirs.high and theirs.low <= ours.high:
         return "the ranges of the seeds overlap"
-    if percent(e.row.metric) and 0 <= min(a, b) and max(a, b) <= 1:
-        error = math.sqrt((a * (1 - a) + b * (1 - b)) / max(1, e.row.examples))
-        if abs(a - b) <= 2 * error:
+    if share and 0 <= min(a, b) and max(a, b) <= 1:
+        variances = (x.mean * (1 - x.mean) / max(1, e.row.examples * x.seeds) for x in (ours, theirs))
+        if abs(a - b) <= 2 * math.sqrt(sum(variances)):
             return f"within two standard errors of {e.row.examples:,} test examples"
     return ""

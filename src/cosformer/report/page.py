@@ -107,7 +107,7 @@ def sections(measured: Measured) -> list[Section]:
         ("cost", "Speed and memory", _cost(measured)),
         ("trade-off", "Quality against cost", [figures.trade(measured)]),
         ("ablation", "Ablation", _ablation(measured)),
-        ("rates", "Rates of learning", [tables.searches(measured)]),
+        ("rates", "Learning rates", [tables.searches(measured)]),
         ("attention", "Attention matrices", [*pictures]),
         ("exactness", "Exactness", [tables.exactness(measured)]),
         ("origin", "How these numbers were made", _origin(measured)),

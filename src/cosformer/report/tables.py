@@ -128,25 +128,26 @@ def overview(experiments: list[Experiment]) -> Table:
 
 
 def searches(measured: Measured) -> Table | None:
-    """The short runs that chose each mixer's rate of learning."""
+    """The short runs that chose each mixer's learning rate, and longer ones that tried it again."""
     rates = sorted({row.rate for row in measured.searches})
+    taken = {(row.subject, row.mixer, row.rate) for row in measured.quality}
     rows: dict[str, Lines] = {}
-    for subject in dict.fromkeys(row.subject for row in measured.searches):
-        mine = [row for row in measured.searches if row.subject == subject]
-        title = f"{measured.titles.get(subject, subject)}, {max(row.steps for row in mine):,} steps"
+    for subject, steps in dict.fromkeys((row.subject, row.steps) for row in measured.searches):
+        mine = [row for row in measured.searches if (row.subject, row.steps) == (subject, steps)]
+        lines = rows.setdefault(f"{measured.titles.get(subject, subject)}, {steps:,} steps", [])
         for mixer in looks(row.mixer for row in mine):
             tried = {row.rate: row for row in mine if row.mixer == mixer}
-            best = min((row.loss for row in tried.values() if row.loss is not None), default=None)
             entries = []
             for row in map(tried.get, rates):
                 if row is None or row.loss is None:
                     entries.append(Entry(row.status if row else NOTHING))
                 else:
-                    entries.append(Entry(score("loss", row.loss), more="chosen" if row.loss == best else ""))
-            rows.setdefault(title, []).append((name(mixer), entries))
+                    chosen = "chosen" if (subject, mixer, row.rate) in taken else ""
+                    entries.append(Entry(score("loss", row.loss), more=chosen))
+            lines.append((name(mixer), entries))
     columns = [Column(f"{rate:g}", "loss on the validation set, by rate") for rate in rates]
-    note = "Every mixer was searched alike, in short runs, and then trained with its best rate."
-    return Table("Rates of learning that were tried", "mixer", columns, rows, note) if rows else None
+    note = "Every mixer that was searched got the same rates, in short runs; chosen is what it was trained with."
+    return Table("Learning rates that were tried", "mixer", columns, rows, note) if rows else None
 
 
 def cost(caption: str, rows: list[Cost], *only: costs.Kind) -> Table:
