@@ -35,14 +35,15 @@ def _seeds(experiments: list[Experiment]) -> str:
 
 
 def learning(experiments: list[Experiment]) -> Figure | None:
-    """Loss against tokens and against seconds, the mean over seeds; two panels a task."""
+    """Loss against tokens and, where nothing else took the machine, against seconds; means over seeds."""
     panels, lowest = [], []
     for number, e in enumerate(experiments):
         held = all(len(_curve(cell, "eval_loss", "tokens").points) > 1 for cell in e.cells if cell.done)
         loss, title = ("eval_loss", "held-out loss") if held else ("loss", "training loss")
         several = len(experiments) > 1
-        drawn = []
-        for x, label in (("tokens", "tokens seen"), ("seconds", "seconds of training")):
+        drawn, axes = [], [("tokens", "tokens seen"), ("seconds", "seconds of training")]
+        busy = any(row.contended for cell in e.cells for row in cell.done)
+        for x, label in axes[:1] if busy else axes:
             lines = [line for cell in e.cells if len((line := _curve(cell, loss, x)).points) > 1]
             if lines:
                 id_ = ident("learning", e.row.group, number, e.row.task, x)
@@ -54,7 +55,8 @@ def learning(experiments: list[Experiment]) -> Figure | None:
         panels += drawn
     if not panels:
         return None
-    caption = "What each mixer learns from the same tokens, and in the same time."
+    timed = any(panel.x.startswith("seconds") for panel in panels)
+    caption = f"What each mixer learns from the same tokens{', and in the same time' if timed else ''}."
     caption += f" Lowest at the end: {'; '.join(lowest)}."
     if any(panel.reach for panel in panels):
         caption += " The first tenth of the training runs out of the frame."
@@ -148,13 +150,14 @@ def cost(caption: str, rows: list[Cost], number: int) -> Figure | None:
 
 
 def trade(measured: Measured) -> Figure | None:
-    """Quality against the speed of training, one panel a task."""
+    """Quality against the speed of training, one panel a task; speeds are of undisturbed seeds."""
     panels = []
     for number, e in enumerate(measured.experiments):
         lines = []
         scale = 100.0 if percent(e.row.metric) else 1.0
         for cell in e.cells:
-            rate, value = cell.over_seeds(lambda row: row.tokens_per_second), cell.value
+            rate = cell.over_seeds(lambda row: None if row.contended else row.tokens_per_second)
+            value = cell.value
             if rate and value:
                 band = [(rate.mean, scale * value.low, scale * value.high)] if value.seeds > 1 else []
                 lines.append(Line(cell.mixer, [(rate.mean, scale * value.mean)], band))

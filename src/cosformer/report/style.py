@@ -108,7 +108,7 @@ def metric_name(metric: str) -> str:
 def score(metric: str, value: float) -> str:
     """A value of a metric with the digits that mean something."""
     if percent(metric):
-        return f"{100 * value:.{2 if value >= 0.99 else 1}f}"  # 99.95 is not 100
+        return f"{100 * value:.{2 if value >= 0.98 else 1}f}"  # 99.95 is not 100
     if metric == "perplexity" and value < 1000:
         return f"{value:.2f}"
     return f"{value:.3f}" if abs(value) < 100 else digits(value)

@@ -146,7 +146,7 @@ def searches(measured: Measured) -> Table | None:
                     entries.append(Entry(score("loss", row.loss), more=chosen))
             lines.append((name(mixer), entries))
     columns = [Column(f"{rate:g}", "loss on the validation set, by rate") for rate in rates]
-    note = "Every mixer that was searched got the same rates, in short runs; chosen is what it was trained with."
+    note = "A search is the same rates for every mixer, in short runs; chosen is what it was trained with."
     return Table("Learning rates that were tried", "mixer", columns, rows, note) if rows else None
 
 
