@@ -492,10 +492,13 @@ def test_the_readme_and_the_published_report_come_from_the_committed_results(tmp
 
 
 def test_speeds_of_a_busy_machine_are_not_drawn():
-    rows = invented()
-    busy = [replace(row, waited=0.5) if isinstance(row, results.Quality) else row for row in rows]
-    drawn = [
-        {panel.x for panel in figures.learning(Measured(some).group("lm")).panels} for some in (rows, busy)
-    ]
+    def with_others(waited):
+        rows = (
+            replace(row, waited=waited) if isinstance(row, results.Quality) else row for row in invented()
+        )
+        return Measured(rows)
+
+    calm, busy = with_others(0.0), with_others(0.5)
+    drawn = [{panel.x for panel in figures.learning(m.group("lm")).panels} for m in (calm, busy)]
     assert drawn == [{"tokens seen", "seconds of training"}, {"tokens seen"}]
-    assert figures.trade(Measured(rows)) is not None and figures.trade(Measured(busy)) is None
+    assert figures.trade(calm) is not None and figures.trade(busy) is None
