@@ -492,13 +492,11 @@ def test_the_readme_and_the_published_report_come_from_the_committed_results(tmp
 
 
 def test_speeds_of_a_busy_machine_are_not_drawn():
-    def with_others(waited):
-        rows = (
-            replace(row, waited=waited) if isinstance(row, results.Quality) else row for row in invented()
-        )
-        return Measured(rows)
+    def beside(waited):
+        is_run = [isinstance(row, results.Quality) for row in invented()]
+        return Measured(replace(row, waited=waited) if run else row for run, row in zip(is_run, invented()))
 
-    calm, busy = with_others(0.0), with_others(0.5)
+    calm, busy = beside(0.0), beside(0.5)
     drawn = [{panel.x for panel in figures.learning(m.group("lm")).panels} for m in (calm, busy)]
     assert drawn == [{"tokens seen", "seconds of training"}, {"tokens seen"}]
     assert figures.trade(calm) is not None and figures.trade(busy) is None
