@@ -16,6 +16,7 @@ class Pairs : protected Loaded {
     // The forward of a sequence that is one chunk whose every query sees every key: there is no state, and rows need no transposing.
     void forward_pairs(const Chunk &c) {
         place(c, Sweep());
+        if (s.rate_per_position) weigh(c.n, true, true);
         load_keys(c), load_queries(c);
         transpose(q, ldD, c.n, D, xt, ldC);
         for (int64_t i = 0; i < c.n; i += COLS) {

@@ -44,9 +44,9 @@ struct Sequence {
         const int64_t n = std::max(q_offset + L, S);
         return 0 < n && n <= std::min<int64_t>(most, 128);  // their matrix must stay in the cache
     }
-    // Without causality or decay as well, if nobody wants the state of all keys.
+    // Without causality as well, if nobody wants the state of all keys; with decay there would be two states, from the left and the right.
     bool is_pairwise() const {
-        return !causal && !rate && !state_in.data && !state_out.data && !dout.data && L == S && !q_offset && is_short(F);
+        return !causal && !state_in.data && !state_out.data && !dout.data && L == S && !q_offset && is_short(rate ? 2 * F : F);
     }
     int64_t chunk() const {  // measured: D = E = 64; a chunk's own pairs cost more the longer it is
         if (is_pairwise() || (is_ordered() && is_short((!state_in.data + !state_out.data) * F * 3 / 4))) return std::max(q_offset + L, S);
