@@ -270,6 +270,19 @@ def test_compiles(decay):
     assert_close(compiled(x, x, x, is_causal=True)[0], module(x, x, x, is_causal=True)[0])
 
 
+def test_a_compiled_module_refuses_a_bias_as_padding():
+    torch._dynamo.reset()
+    module, x, mask = attention(), torch.randn(2, 20, 32), torch.zeros(2, 20)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    mask[1, 12:] = -math.inf
+    expected = module(x, x, x, key_padding_mask=mask)[0]
+    assert_close(compiled(x, x, x, key_padding_mask=mask)[0], expected)
+    mask[1, 12:] = -1e9
+    for called, error in ((module, ValueError), (compiled, RuntimeError)):
+        with pytest.raises(error, match="key_padding_mask of a float dtype may hold 0 and -inf only"):
+            called(x, x, x, key_padding_mask=mask)
+
+
 # Refusals
 
 

@@ -10,6 +10,7 @@ from .layer import Interior, LayerState, Tokens
 from .mixers import build
 from .ops.checks import Horizon, horizon_list
 
+BIASED = "key_padding_mask of a float dtype may hold 0 and -inf only: other biases have no linear form"
 UNKNOWN_LENGTH = 4096  # what the slowest head of a decay spans where no finite horizon says so
 
 
@@ -234,13 +235,13 @@ def _keep(key_padding_mask: Tensor | None) -> Tensor | None:
             "key_padding_mask must be bool (True = ignore) or float (-inf = ignore); "
             f"got {key_padding_mask.dtype}"
         )
-    if not torch.compiler.is_compiling() and not bool(
-        ((key_padding_mask == 0) | (key_padding_mask == -math.inf)).all()
-    ):
-        raise ValueError(
-            "key_padding_mask of a float dtype may hold 0 and -inf only: other biases have no linear form"
-        )
-    return key_padding_mask != -math.inf
+    hidden = key_padding_mask == -math.inf
+    plain = (hidden | (key_padding_mask == 0)).all()
+    if torch.compiler.is_compiling():  # a graph's own way to refuse
+        torch._assert_async(plain, BIASED)
+    elif not bool(plain):
+        raise ValueError(BIASED)
+    return ~hidden
 
 
 def _is_causal(attn_mask: Tensor | None, L: int, S: int, *, hint: bool) -> bool:
