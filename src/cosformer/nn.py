@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from .decay import DecaySpec, span_of
+from .decay import Decay, DecaySpec, span_of
 from .layer import Interior, LayerState, Tokens
 from .mixers import build
 from .ops.checks import Horizon, horizon_list
@@ -97,6 +97,7 @@ class MixerAttention(nn.Module):
         inner = build(mixer, **sizes, **(options or {}))
         self.interior = Interior(inner, kv_heads=num_kv_heads, **around).to(**made)
         self.register_load_state_dict_pre_hook(_accept_multihead_attention)
+        self.register_load_state_dict_post_hook(_place_constants)
 
     def forward(
         self,
@@ -287,3 +288,10 @@ def _accept_multihead_attention(module: MixerAttention, state_dict: dict, prefix
     for name in ("q_proj", "k_proj", "v_proj"):
         if (split := state_dict.pop(f"{prefix}{name}_weight", None)) is not None:
             state_dict[f"{prefix}{name}.weight"] = split
+
+
+def _place_constants(module: MixerAttention, _) -> None:
+    """load_state_dict(assign=True) takes what was made on meta off it, but a decay's constants are not saved."""
+    for part in module.interior.modules():
+        if isinstance(part, Decay) and part.constant is not None and part.constant.is_meta:
+            part.constant = part.start(module.q_proj.weight.device)
