@@ -352,6 +352,24 @@ def test_another_sequence_of_the_same_length_is_refused_where_it_must_be():
     assert attention(decay="ladder", short_conv=0)(x, y, y)[0].shape == x.shape
 
 
+def test_the_same_memory_is_self_attention():
+    module, x = attention(decay="gated"), torch.randn(2, 6, 32)
+    want = module(x, x, x)[0]
+    assert torch.equal(module(x, x[:], x)[0], want)
+    assert torch.equal(module(x, x.detach(), x)[0], want)
+    plain, again = (x.clone().requires_grad_() for _ in range(2))
+    module(plain, plain, plain)[0].square().sum().backward()
+    out, _ = torch.utils.checkpoint.checkpoint(module, again, again, again, use_reentrant=True)
+    out.square().sum().backward()  # its second forward sees three tensors
+    assert_close(again.grad, plain.grad)
+    said = "query and key are two tensors; for self-attention pass one as both"
+    for key in (x.clone(), x[:, :5], x.as_strided((2, 6, 32), (192, 32, 0))):
+        with pytest.raises(ValueError, match=said):
+            module(x, key, key)
+    with pytest.raises(ValueError, match=said):
+        torch.vmap(module)(x, x, x)
+
+
 def test_call_errors():
     module, x = CosformerAttention(32, 4, batch_first=True), torch.randn(2, 6, 32)
     hides_a_key = torch.ones(6, 6, dtype=torch.bool).triu(1)

@@ -4,12 +4,14 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .decay import Decay, DecaySpec, span_of
 from .layer import Interior, LayerState, Tokens
 from .mixers import build
 from .ops.checks import Horizon, horizon_list
 
+ANOTHER = "attention to another sequence (query and key are two tensors; for self-attention pass one as both)"
 BIASED = "key_padding_mask of a float dtype may hold 0 and -inf only: other biases have no linear form"
 UNKNOWN_LENGTH = 4096  # what the slowest head of a decay spans where no finite horizon says so
 
@@ -25,10 +27,10 @@ class MixerAttention(nn.Module):
     qk_norm       RMS norms of q and k; None for what the mixer wants
     output_gate   the output times sigmoid(W query)
 
-    A key that is not the query counts as another sequence, which some mixers refuse. What a linear form
-    cannot express is refused when asked for: dropout of attention weights, arbitrary attention masks,
-    `add_bias_kv`, `add_zero_attn`. `need_weights` defaults to False, because the weights are quadratic. It
-    loads the weights of an `nn.MultiheadAttention` of the same size.
+    A key that is not the query's tensor, nor the same memory, counts as another sequence, which some mixers
+    refuse. What a linear form cannot express is refused when asked for: dropout of attention weights,
+    arbitrary attention masks, `add_bias_kv`, `add_zero_attn`. `need_weights` defaults to False, because the
+    weights are quadratic. It loads the weights of an `nn.MultiheadAttention` of the same size.
 
     >>> attention = MixerAttention(512, 8, mixer="performer", options={"features": 128}, batch_first=True)
     >>> out, _ = attention(x, x, x, is_causal=True)
@@ -117,7 +119,7 @@ class MixerAttention(nn.Module):
         are formed, at quadratic cost: (B, L, S) averaged over the heads, or (B, H, L, S).
         """
         self._check(query, key, value)
-        cross, single = key is not query, query.ndim == 2
+        cross, single = not _is_one(query, key), query.ndim == 2
         if single:
             query, key, value = (x.unsqueeze(0 if self.batch_first else 1) for x in (query, key, value))
             key_padding_mask = key_padding_mask if key_padding_mask is None else key_padding_mask.unsqueeze(0)
@@ -126,7 +128,7 @@ class MixerAttention(nn.Module):
         trusted = is_causal and torch.compiler.is_compiling()  # a graph cannot look at the mask
         if not trusted:
             is_causal = _is_causal(attn_mask, query.shape[1], key.shape[1], hint=is_causal)
-        self.interior.mixer.refuse(causal=is_causal, cross=cross)
+        self.interior.mixer.refuse(causal=is_causal, cross=cross and ANOTHER)
         if cross and self.interior.conv is not None:
             raise ValueError(
                 "short_conv is for self-attention, with the same tensor as query and key; pass short_conv=0"
@@ -225,6 +227,21 @@ class CosformerAttention(MixerAttention):
         self.horizon = horizon
 
 
+def _is_one(query: Tensor, key: Tensor) -> bool:
+    """Whether query and key are one tensor, or the same memory, as in a checkpoint's second forward."""
+    if key is query:
+        return True
+    if torch.compiler.is_compiling() or not all(map(_has_memory, (query, key))):
+        return False
+    one, other = ((x.data_ptr(), x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in (query, key))
+    return one == other
+
+
+def _has_memory(x: Tensor) -> bool:
+    plain = type(x) in (Tensor, nn.Parameter) and not is_functorch_wrapped_tensor(x)
+    return plain and x.layout is torch.strided and not x.is_meta
+
+
 def _keep(key_padding_mask: Tensor | None) -> Tensor | None:
     """nn.MultiheadAttention's mask (True, or -inf, = ignore) as the operator's (True = keep)."""
     if key_padding_mask is None:
@@ -291,7 +308,7 @@ def _accept_multihead_attention(module: MixerAttention, state_dict: dict, prefix
 
 
 def _place_constants(module: MixerAttention, _) -> None:
-    """load_state_dict(assign=True) takes what was made on meta off it, but a decay's constants are not saved."""
+    """load_state_dict(assign=True) takes a module off meta, but not a decay's constants: none are saved."""
     for part in module.interior.modules():
         if isinstance(part, Decay) and part.constant is not None and part.constant.is_meta:
             part.constant = part.start(module.q_proj.weight.device)

@@ -177,10 +177,13 @@ class Mixer(nn.Module):
 
     # What is the same for all
 
-    def refuse(self, *, causal: bool = False, cross: bool = False) -> None:
-        """Raise ValueError with the reason if this mixer does not do what is asked."""
+    def refuse(self, *, causal: bool = False, cross: bool | str = False) -> None:
+        """Raise ValueError with the reason if this mixer does not do what is asked.
+
+        cross may be the words for it.
+        """
         if cross:
-            self._admit("cross", "attention to another sequence")
+            self._admit("cross", cross if isinstance(cross, str) else "attention to another sequence")
         if causal:
             self._admit("causal", "causal attention")
         else:
