@@ -9,7 +9,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from .decay import Decay, DecaySpec, span_of
 from .layer import Interior, LayerState, Tokens
 from .mixers import build
-from .ops.checks import Horizon, horizon_list
+from .ops.checks import Horizon, horizon_list, shown
 
 ANOTHER = "attention to another sequence (query and key are two tensors; for self-attention pass one as both)"
 BIASED = "key_padding_mask of a float dtype may hold 0 and -inf only: other biases have no linear form"
@@ -63,6 +63,10 @@ class MixerAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        sized = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        for name, size in (sized | {"kdim": kdim or 1, "vdim": vdim or 1}).items():
+            if not isinstance(size, int) or isinstance(size, bool):
+                raise TypeError(f"{name} must be an int; got {shown(size)}")
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
             raise ValueError(
                 f"embed_dim must be a positive multiple of num_heads; got {embed_dim} and {num_heads}"
@@ -133,12 +137,7 @@ class MixerAttention(nn.Module):
             raise ValueError(
                 "short_conv is for self-attention, with the same tensor as query and key; pass short_conv=0"
             )
-        if key_padding_mask is not None and key_padding_mask.shape != key.shape[:2]:
-            raise ValueError(
-                f"key_padding_mask must have shape (batch, keys) = {tuple(key.shape[:2])}; "
-                f"got {tuple(key_padding_mask.shape)}"
-            )
-        keep = _keep(key_padding_mask)
+        keep = _keep(key_padding_mask, key)
         tokens = Tokens(query, self.q_proj(query), self.k_proj(key), self.v_proj(value), keep)
         out = self.out_proj(self.interior(tokens, causal=is_causal))
         weights = None
@@ -153,8 +152,13 @@ class MixerAttention(nn.Module):
         self, query: Tensor, state: LayerState | None = None, *, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, LayerState]:
         """Causal self-attention over a stream's next tokens: their output, and the state for the next."""
+        self._check(query, query, query)
+        if query.ndim != 3:
+            raise ValueError(f"query must be batched, with 3 dimensions, in a stream; got {shown(query)}")
         x = query if self.batch_first else query.transpose(0, 1)
-        tokens = Tokens(x, self.q_proj(x), self.k_proj(x), self.v_proj(x), _keep(key_padding_mask))
+        if state is not None:
+            _check_state(state, len(x))
+        tokens = Tokens(x, self.q_proj(x), self.k_proj(x), self.v_proj(x), _keep(key_padding_mask, x))
         out, state = self.interior.stream(tokens, state)
         out = self.out_proj(out)
         return out if self.batch_first else out.transpose(0, 1), state
@@ -166,6 +170,8 @@ class MixerAttention(nn.Module):
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         sized = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
         for name, x, size in sized:
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a tensor; got {shown(x)}")
             if x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != size:
                 raise ValueError(
                     f"{name} must be (length, {size}) or batched, with a last dimension of {size}; "
@@ -242,10 +248,30 @@ def _has_memory(x: Tensor) -> bool:
     return plain and x.layout is torch.strided and not x.is_meta
 
 
-def _keep(key_padding_mask: Tensor | None) -> Tensor | None:
-    """nn.MultiheadAttention's mask (True, or -inf, = ignore) as the operator's (True = keep)."""
+def _check_state(state: LayerState, rows: int) -> None:
+    if not isinstance(state, LayerState):
+        raise TypeError(f"state must be a LayerState, as the stream returned it, or None; got {shown(state)}")
+    if torch.compiler.is_compiling():
+        return
+    kept = next((t for t in (*state.last, *vars(state.mixer).values()) if isinstance(t, Tensor)), None)
+    if kept is not None and len(kept) != rows:
+        raise ValueError(f"state is of {len(kept)} batch rows; got a query of {rows}")
+
+
+def _keep(key_padding_mask: Tensor | None, key: Tensor) -> Tensor | None:
+    """nn.MultiheadAttention's mask (True, or -inf, = ignore) as the operator's (True = keep).
+
+    key is (B, S, ...).
+    """
     if key_padding_mask is None:
         return None
+    if not isinstance(key_padding_mask, Tensor):
+        raise TypeError(f"key_padding_mask must be a tensor; got {shown(key_padding_mask)}")
+    if key_padding_mask.shape != key.shape[:2]:
+        raise ValueError(
+            f"key_padding_mask must have shape (batch, keys) = {tuple(key.shape[:2])}; "
+            f"got {tuple(key_padding_mask.shape)}"
+        )
     if key_padding_mask.dtype == torch.bool:
         return ~key_padding_mask
     if not key_padding_mask.is_floating_point():
