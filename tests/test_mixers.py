@@ -168,6 +168,21 @@ def test_no_rows_and_no_tokens_are_nothing(name, options, batch, length):
 
 
 @every
+def test_a_stream_takes_no_tokens(name, options):
+    mixer = build(name, options)
+    if mixer.streaming is not True:
+        pytest.skip("it does not stream")
+    given, none = inputs(mixer, 13), slice(0, 0)
+    out, state = mixer.stream(**part(given, none))
+    assert out.shape == (2, HEADS, 0, DIM)
+    whole, state = mixer.stream(**part(given, slice(9)), state=state)
+    out, state = mixer.stream(**part(given, none), state=state)
+    assert out.shape == (2, HEADS, 0, DIM)
+    rest, state = mixer.stream(**part(given, slice(9, 13)), state=state)
+    assert_close(torch.cat([whole, rest], 2), mixer(**given, causal=True))
+
+
+@every
 def test_batch_rows_are_independent(name, options):
     mixer = build(name, options)
     for causal in modes(mixer):

@@ -61,6 +61,8 @@ class Local(Mixer):
 
     def step(self, q, k, v, state, *, x, key_mask):
         keys = extend(state, k, v, key_mask)
+        if q.shape[2] == 0:
+            return v, keys  # as many values as queries: none
         lag = keys.at[-q.shape[2] :, None] - keys.at
         allowed = (lag >= 0) & ((lag <= self.window) | (keys.at < self.globals))
         if keys.key_mask is not None:
