@@ -201,6 +201,22 @@ def test_unknown_names(asked, match):
         bench.main(asked)
 
 
+@pytest.mark.parametrize(
+    "option", ["--lengths", "--heads", "--head-dims", "--threads", "--contexts", "--parallel", "--seconds"]
+)
+def test_sizes_below_one_are_refused(option, capsys):
+    for given in ("0", "-2", "many", "nan"):
+        with pytest.raises(SystemExit):
+            bench.settings([f"{option}={given}"])
+        number = "number above 0" if option == "--seconds" else "whole number of at least 1"
+        assert f"argument {option}: it must be a {number}; got {given}" in capsys.readouterr().err
+
+
+def test_a_plot_in_no_folder_is_refused_before_anything_is_measured():
+    with pytest.raises(SystemExit, match="--plot nowhere/a.svg: there is no folder nowhere"):
+        bench.settings(["--plot", "nowhere/a.svg"])
+
+
 # Other processes.
 
 

@@ -89,6 +89,17 @@ def test_constants_survive_empty_memory(spec):
     assert torch.equal(start(made), start(decay(spec)))
 
 
+@pytest.mark.parametrize("layer", [{}, {"short_conv": 0, "qk_norm": False}], ids=["whole", "bare"])
+@pytest.mark.parametrize("spec", EVERY, ids=str)
+def test_a_module_made_on_meta_takes_the_tensors_of_a_checkpoint(spec, layer):
+    options = {"horizon": SPAN, "decay": spec, "batch_first": True, **layer}
+    real, x = CosformerAttention(WIDTH, HEADS, **options), torch.randn(2, 9, WIDTH)
+    with torch.device("meta"):
+        made = CosformerAttention(WIDTH, HEADS, **options)
+    made.load_state_dict(real.state_dict(), assign=True)
+    assert torch.equal(made(x, x, x)[0], real(x, x, x)[0])
+
+
 def test_learned_rates_are_reset_too():
     made = decay("ladder", learn=True).to("meta").to_empty(device="cpu")
     made.reset_parameters()

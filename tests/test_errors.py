@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from judge import inputs
@@ -57,7 +58,17 @@ packed = [x[:1] for x in (q, k, v)]
         (ValueError, "horizon is 10, but positions can lie 12 apart", {"q_offset": 3}),
         (ValueError, "horizon is 7, but positions can lie 9 apart", {"horizon": [20, 20, 7, math.inf]}),
         (ValueError, "q_offset is -1", {"q_offset": -1}),
-        (TypeError, "q_offset must be an int.* got float", {"q_offset": 1.0}),
+        (TypeError, "q_offset must be an int.* got float 1.0", {"q_offset": 1.0}),
+        (ValueError, "q_offset is 1180591620717411303424; .* less than 2.62", {"q_offset": 2**70}),
+        (TypeError, "causal must be True or False; got str 'no'", {"causal": "no"}),
+        (TypeError, "causal must be True or False; got NoneType None", {"causal": None}),
+        (TypeError, "causal must be True or False; got a torch.bool tensor", {"causal": torch.tensor(True)}),
+        (TypeError, "eps must be a number, the smallest normaliser; got str 'a'", {"eps": "a"}),
+        (TypeError, "eps must be a number, .*; got NoneType None", {"eps": None}),
+        (TypeError, r"horizon must be a number, .*; got list \['a', 'a', 'a', 'a'\]", {"horizon": ["a"] * 4}),
+        (TypeError, r"horizon must be a number, or one per head, as numbers", {"horizon": [None] * 4}),
+        (TypeError, r"q must be a dense tensor .* got layout torch.sparse_coo", {"q": q.to_sparse()}),
+        (TypeError, r"k must be a dense tensor .* got layout torch._mkldnn", {"k": k.to_mkldnn()}),
         (
             ValueError,
             "decay rates must be finite and 0 or more; those given reach from -0.5 to 0.1",
@@ -115,8 +126,16 @@ packed = [x[:1] for x in (q, k, v)]
     ],
 )
 def test_attention(error, match, change):
-    with pytest.raises(error, match=match):
-        cosformer_attention(**{"q": q, "k": k, "v": v, **change})
+    for backend in (None, "torch"):
+        with pytest.raises(error, match=match):
+            cosformer_attention(**{"q": q, "k": k, "v": v, "backend": backend, **change})
+
+
+def test_numbers_of_numpy_are_numbers():
+    want = cosformer_attention(q, k, v, causal=True, q_offset=3, horizon=20, eps=1e-3)
+    numbers = {"q_offset": np.int64(3), "horizon": np.int64(20), "eps": np.float64(1e-3), "causal": np.True_}
+    for _ in range(2):
+        assert torch.equal(cosformer_attention(q, k, v, **numbers), want)
 
 
 @pytest.mark.parametrize(
@@ -184,3 +203,15 @@ def test_a_state_that_is_a_tensor():
         match="state must be a State, as the stream returned it, or None; got a torch.float32 tensor",
     ):
         cosformer_stream(q, k, v, torch.zeros(2, 4, 12, 6), horizon=100)
+
+
+def test_states_name_what_is_wrong():
+    state = State(torch.zeros(2, 4, 12, 6)).snapshot()
+    with pytest.raises(TypeError, match="rollback: tokens must be an int; got float 1.5"):
+        state.rollback(1.5)
+    with pytest.raises(ValueError, match="from_state_dict: saved has no 'tensor', .*; it has nothing"):
+        State.from_state_dict({})
+    with pytest.raises(ValueError, match="saved has no 'position', .*; it has 'tensor'"):
+        State.from_state_dict({"tensor": state.tensor})
+    with pytest.raises(TypeError, match="to: device must be one; got torch.float64"):
+        state.to(torch.float64)

@@ -121,6 +121,7 @@ def test_bad_arguments_are_named(directory, capsys):
         capsys, *there, "--prompt", "a", "--max-new-tokens", "0"
     )
     assert "--temperature is -1.0" in fails(capsys, *there, "--prompt", "a", "--temperature", "-1")
+    assert "--top-k is -3; it must be at least 1" in fails(capsys, *there, "--prompt", "a", "--top-k", "-3")
 
 
 def test_what_the_horizon_leaves_no_room_for_is_refused_before_decoding(directory, capsys):

@@ -155,6 +155,34 @@ def test_a_row_without_keys_is_zero_and_harmless(name, options):
 
 
 @every
+@pytest.mark.parametrize(("batch", "length"), [(0, 13), (2, 0), (0, 0)])
+def test_no_rows_and_no_tokens_are_nothing(name, options, batch, length):
+    mixer = build(name, options)
+    for causal in modes(mixer):
+        given = {n: t.requires_grad_() for n, t in inputs(mixer, length, batch=batch).items()}
+        out = mixer(**given, causal=causal)
+        assert out.shape == (batch, HEADS, length, DIM) and out.dtype == given["q"].dtype
+        out.sum().backward()  # DDP waits for the gradient of every parameter that has one elsewhere
+        leaves = (given["q"], given["k"], given["v"], *mixer.parameters())
+        assert all(t.grad is not None and not t.grad.any() for t in leaves if length == 0)
+
+
+@every
+def test_a_stream_takes_no_tokens(name, options):
+    mixer = build(name, options)
+    if mixer.streaming is not True:
+        pytest.skip("it does not stream")
+    given, none = inputs(mixer, 13), slice(0, 0)
+    out, state = mixer.stream(**part(given, none))
+    assert out.shape == (2, HEADS, 0, DIM)
+    whole, state = mixer.stream(**part(given, slice(9)), state=state)
+    out, state = mixer.stream(**part(given, none), state=state)
+    assert out.shape == (2, HEADS, 0, DIM)
+    rest, state = mixer.stream(**part(given, slice(9, 13)), state=state)
+    assert_close(torch.cat([whole, rest], 2), mixer(**given, causal=True))
+
+
+@every
 def test_batch_rows_are_independent(name, options):
     mixer = build(name, options)
     for causal in modes(mixer):

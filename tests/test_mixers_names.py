@@ -1,5 +1,7 @@
 """The registry of mixers: names, options, positions after a +, and a mixer for each layer from a spec."""
 
+import re
+
 import pytest
 import torch
 
@@ -22,6 +24,20 @@ def test_unknown_names_and_options_are_refused_with_what_is_accepted():
         mixers.build("cosformer+rope", **SIZES)
     with pytest.raises(ValueError, match=r"q must have 2 heads of size 4"):
         mixers.build("softmax", **SIZES)(*(torch.randn(1, 2, 3, 5) for _ in range(3)))
+    with pytest.raises(TypeError, match="mixer must be a name, as 'softmax'; got None"):
+        mixers.build(None, **SIZES)
+    with pytest.raises(TypeError, match="mixer must name one mixer, or one for each layer; got None"):
+        mixers.layers(None, 4)
+
+
+@pytest.mark.parametrize("spec", ["cosformer-hybrid", "cosformer-hybrid+rope", "cosformer*3, softmax"])
+def test_what_names_layers_is_no_mixer_of_one(spec):
+    said = re.escape(f"mixer {spec!r} names the layers of a model; of one layer it is one of bigbird, ")
+    with pytest.raises(ValueError, match=said) as refused:
+        mixers.build(spec, **SIZES)
+    assert "or cosformer-hybrid" not in str(refused.value)
+    with pytest.raises(ValueError, match="unknown mixer 'sofmax'; .*some with .rope$"):
+        mixers.build("sofmax", **SIZES)
 
 
 @pytest.mark.parametrize(

@@ -270,6 +270,19 @@ def test_compiles(decay):
     assert_close(compiled(x, x, x, is_causal=True)[0], module(x, x, x, is_causal=True)[0])
 
 
+def test_a_compiled_module_refuses_a_bias_as_padding():
+    torch._dynamo.reset()
+    module, x, mask = attention(), torch.randn(2, 20, 32), torch.zeros(2, 20)
+    compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
+    mask[1, 12:] = -math.inf
+    expected = module(x, x, x, key_padding_mask=mask)[0]
+    assert_close(compiled(x, x, x, key_padding_mask=mask)[0], expected)
+    mask[1, 12:] = -1e9
+    for called, error in ((module, ValueError), (compiled, RuntimeError)):
+        with pytest.raises(error, match="key_padding_mask of a float dtype may hold 0 and -inf only"):
+            called(x, x, x, key_padding_mask=mask)
+
+
 # Refusals
 
 
@@ -296,6 +309,8 @@ def test_compiles(decay):
         ("eps must be greater than 0", {"eps": 0.0}),
         ("short_conv must be a width of 2 or more tokens, or 0 for none; got 1", {"short_conv": 1}),
         ("short_conv must be a width of 2 or more .* got True", {"short_conv": True}),
+        ("qk_norm must be True or False, or None; got 'no'", {"qk_norm": "no"}),
+        ("output_gate must be True or False, or None; got 'no'", {"output_gate": "no"}),
     ],
 )
 def test_constructor_errors(match, change):
@@ -310,11 +325,15 @@ def test_constructor_errors(match, change):
         ("decay must be one rate, .* got bool True", {"decay": True}),
         ("horizon must be a number, or one per head; got str 'long'", {"horizon": "long"}),
         ("unexpected keyword argument 'window'", {"window": 3}),
+        ("embed_dim must be an int; got str '32'", {"embed_dim": "32"}),
+        ("num_heads must be an int; got float 4.0", {"num_heads": 4.0}),
+        ("num_kv_heads must be an int; got float 2.0", {"num_kv_heads": 2.0}),
+        ("kdim must be an int; got str '9'", {"kdim": "9"}),
     ],
 )
 def test_constructor_type_errors(match, change):
     with pytest.raises(TypeError, match=match):
-        CosformerAttention(32, 4, **change)
+        CosformerAttention(**{"embed_dim": 32, "num_heads": 4, **change})
 
 
 def test_options_reach_the_mixer_and_bad_ones_are_named():
@@ -339,6 +358,24 @@ def test_another_sequence_of_the_same_length_is_refused_where_it_must_be():
     assert attention(decay="ladder", short_conv=0)(x, y, y)[0].shape == x.shape
 
 
+def test_the_same_memory_is_self_attention():
+    module, x = attention(decay="gated"), torch.randn(2, 6, 32)
+    want = module(x, x, x)[0]
+    assert torch.equal(module(x, x[:], x)[0], want)
+    assert torch.equal(module(x, x.detach(), x)[0], want)
+    plain, again = (x.clone().requires_grad_() for _ in range(2))
+    module(plain, plain, plain)[0].square().sum().backward()
+    out, _ = torch.utils.checkpoint.checkpoint(module, again, again, again, use_reentrant=True)
+    out.square().sum().backward()  # its second forward sees three tensors
+    assert_close(again.grad, plain.grad)
+    said = "query and key are two tensors; for self-attention pass one as both"
+    for key in (x.clone(), x[:, :5], x.as_strided((2, 6, 32), (192, 32, 0))):
+        with pytest.raises(ValueError, match=said):
+            module(x, key, key)
+    with pytest.raises(ValueError, match=said):
+        torch.vmap(module)(x, x, x)
+
+
 def test_call_errors():
     module, x = CosformerAttention(32, 4, batch_first=True), torch.randn(2, 6, 32)
     hides_a_key = torch.ones(6, 6, dtype=torch.bool).triu(1)
@@ -357,6 +394,42 @@ def test_call_errors():
         module(x, x, x, key_padding_mask=torch.zeros(2, 5, dtype=torch.bool))
     with pytest.raises(ValueError, match='does not do a stream: horizon="length" differs from call to call'):
         module.stream(x)
+    with pytest.raises(TypeError, match="query must be a tensor; got list"):
+        module([1.0], x, x)
+    with pytest.raises(TypeError, match="key_padding_mask must be a tensor; got list"):
+        module(x, x, x, key_padding_mask=[True])
     wrong = nn.MultiheadAttention(32, 4).state_dict()
     with pytest.raises(ValueError, match="in_proj_weight holds 4 key heads; this module has num_kv_heads=2"):
         CosformerAttention(32, 4, num_kv_heads=2).load_state_dict(wrong)
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        lambda: attention(decay=None),
+        lambda: attention(decay="gated"),
+        lambda: MixerAttention(32, 4, mixer="softmax", batch_first=True),
+        lambda: MixerAttention(32, 4, mixer="performer", batch_first=True),
+    ],
+    ids=["paper", "gated", "softmax", "performer"],
+)
+def test_stream_errors(made):
+    module, x = made(), torch.randn(2, 6, 32)
+    _, state = module.stream(x)
+    refused = [
+        (ValueError, r"query must be batched, .* got .* of shape \(6, 32\)", (x[0],), {}),
+        (ValueError, r"query must be .* last dimension of 32; got \(2, 6, 31\)", (x[..., :31],), {}),
+        (TypeError, "query must be a tensor; got list", ([1.0],), {}),
+        (TypeError, "state must be a LayerState, .* or None; got str 's'", (x, "s"), {}),
+        (ValueError, "state is of 2 batch rows; got a query of 1", (x[:1], state), {}),
+        (
+            ValueError,
+            r"key_padding_mask must have shape .* = \(2, 6\); got \(2, 5\)",
+            (x,),
+            {"key_padding_mask": torch.zeros(2, 5, dtype=torch.bool)},
+        ),
+    ]
+    for error, match, given, more in refused:
+        with pytest.raises(error, match=match):
+            module.stream(*given, **more)
+    module.stream(x, state)

@@ -26,3 +26,17 @@ def test_a_picture_is_drawn_of_the_matrices_themselves(tmp_path, monkeypatch, ca
     past = torch.ones(12, 12, dtype=torch.bool).tril() if causal else torch.ones(12, 12, dtype=torch.bool)
     softmax = (q @ k.mT / math.sqrt(8))[0, 0].masked_fill(~past, -math.inf).softmax(-1)
     assert_close(torch.from_numpy(drawn["softmax"]), softmax.masked_fill(~past, math.nan), equal_nan=True)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--out", "nowhere/p.png"], "out is nowhere/p.png, but there is no folder nowhere"),
+        (["--length", "0"], "length must be at least 1; got 0"),
+        (["--head-dim", "0"], "head_dim must be an int of at least 1; got 0"),
+    ],
+)
+def test_what_cannot_be_drawn_ends_in_one_line(asked, said, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit, match=f"^cosformer picture: .*{said}"):
+        picture.main(["softmax", *asked])

@@ -85,6 +85,25 @@ def test_evaluation_is_sized_by_the_settings(training, while_training, at_end):
     assert len(build_trainer(run, task, trainer.model, []).eval_dataset) == while_training
 
 
+@pytest.mark.parametrize(
+    ("training", "evaluated"),
+    [
+        ({"max_steps": 3000, "save_steps": 50}, 50),
+        ({"max_steps": 3000, "save_steps": 1000.0}, 500),  # not 300, of which 1000 is no multiple
+        ({"max_steps": 3000, "save_steps": 997}, 997),
+        ({"max_steps": 3000, "save_steps": 0.3}, 0.3),
+        ({"num_train_epochs": 50, "max_steps": -1, "save_steps": 20}, 20),
+    ],
+)
+def test_evaluations_fit_the_saves_that_were_asked_for(training, evaluated):
+    run = run_of()
+    del run.training["eval_steps"]
+    run.training.update(training)
+    task = build_task(run)
+    args = build_trainer(run, task, build_model(run, task, start=None), []).args
+    assert (args.eval_steps, args.save_steps) == (evaluated, training["save_steps"])
+
+
 def test_time_left_counts_everything(monkeypatch):
     """On a clock of ours: steps, evaluations, checkpoints and the last scores."""
     now = 0.0

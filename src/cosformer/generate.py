@@ -122,6 +122,8 @@ def main(argv: list[str]) -> None:
         p.error(f"--max-new-tokens is {given.max_new_tokens}; it must be at least 1")
     if given.temperature < 0:
         p.error(f"--temperature is {given.temperature}; it must be 0 or more")
+    if given.top_k < 1:
+        p.error(f"--top-k is {given.top_k}; it must be at least 1")
     prompt = sys.stdin.read() if given.prompt == "-" else given.prompt
     if not prompt:
         p.error("--prompt is empty; there is nothing to continue")

@@ -113,6 +113,9 @@ class Interior(nn.Module):
         width = mixer.short_conv if short_conv is None else short_conv
         if not isinstance(width, int) or isinstance(width, bool) or width < 0 or width == 1:
             raise ValueError(f"short_conv must be a width of 2 or more tokens, or 0 for none; got {width!r}")
+        for name, given in (("qk_norm", qk_norm), ("output_gate", output_gate)):
+            if given not in (None, True, False):
+                raise ValueError(f"{name} must be True or False, or None; got {given!r}")
         size, of_queries = mixer.head_dim, mixer.heads * mixer.head_dim
         of_keys = size * (kv_heads or mixer.heads)
         self.mixer = mixer

@@ -4,12 +4,15 @@ import math
 
 import torch
 from torch import Tensor, nn
+from torch._C._functorch import is_functorch_wrapped_tensor
 
-from .decay import DecaySpec, span_of
+from .decay import Decay, DecaySpec, span_of
 from .layer import Interior, LayerState, Tokens
 from .mixers import build
-from .ops.checks import Horizon, horizon_list
+from .ops.checks import Horizon, horizon_list, shown
 
+ANOTHER = "attention to another sequence (query and key are two tensors; for self-attention pass one as both)"
+BIASED = "key_padding_mask of a float dtype may hold 0 and -inf only: other biases have no linear form"
 UNKNOWN_LENGTH = 4096  # what the slowest head of a decay spans where no finite horizon says so
 
 
@@ -24,10 +27,10 @@ class MixerAttention(nn.Module):
     qk_norm       RMS norms of q and k; None for what the mixer wants
     output_gate   the output times sigmoid(W query)
 
-    A key that is not the query counts as another sequence, which some mixers refuse. What a linear form
-    cannot express is refused when asked for: dropout of attention weights, arbitrary attention masks,
-    `add_bias_kv`, `add_zero_attn`. `need_weights` defaults to False, because the weights are quadratic. It
-    loads the weights of an `nn.MultiheadAttention` of the same size.
+    A key that is not the query's tensor, nor the same memory, counts as another sequence, which some mixers
+    refuse. What a linear form cannot express is refused when asked for: dropout of attention weights,
+    arbitrary attention masks, `add_bias_kv`, `add_zero_attn`. `need_weights` defaults to False, because the
+    weights are quadratic. It loads the weights of an `nn.MultiheadAttention` of the same size.
 
     >>> attention = MixerAttention(512, 8, mixer="performer", options={"features": 128}, batch_first=True)
     >>> out, _ = attention(x, x, x, is_causal=True)
@@ -60,6 +63,10 @@ class MixerAttention(nn.Module):
     ) -> None:
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        sized = {"embed_dim": embed_dim, "num_heads": num_heads, "num_kv_heads": num_kv_heads}
+        for name, size in (sized | {"kdim": kdim or 1, "vdim": vdim or 1}).items():
+            if not isinstance(size, int) or isinstance(size, bool):
+                raise TypeError(f"{name} must be an int; got {shown(size)}")
         if embed_dim < 1 or num_heads < 1 or embed_dim % num_heads:
             raise ValueError(
                 f"embed_dim must be a positive multiple of num_heads; got {embed_dim} and {num_heads}"
@@ -96,6 +103,7 @@ class MixerAttention(nn.Module):
         inner = build(mixer, **sizes, **(options or {}))
         self.interior = Interior(inner, kv_heads=num_kv_heads, **around).to(**made)
         self.register_load_state_dict_pre_hook(_accept_multihead_attention)
+        self.register_load_state_dict_post_hook(_place_constants)
 
     def forward(
         self,
@@ -115,7 +123,7 @@ class MixerAttention(nn.Module):
         are formed, at quadratic cost: (B, L, S) averaged over the heads, or (B, H, L, S).
         """
         self._check(query, key, value)
-        cross, single = key is not query, query.ndim == 2
+        cross, single = not _is_one(query, key), query.ndim == 2
         if single:
             query, key, value = (x.unsqueeze(0 if self.batch_first else 1) for x in (query, key, value))
             key_padding_mask = key_padding_mask if key_padding_mask is None else key_padding_mask.unsqueeze(0)
@@ -124,17 +132,12 @@ class MixerAttention(nn.Module):
         trusted = is_causal and torch.compiler.is_compiling()  # a graph cannot look at the mask
         if not trusted:
             is_causal = _is_causal(attn_mask, query.shape[1], key.shape[1], hint=is_causal)
-        self.interior.mixer.refuse(causal=is_causal, cross=cross)
+        self.interior.mixer.refuse(causal=is_causal, cross=cross and ANOTHER)
         if cross and self.interior.conv is not None:
             raise ValueError(
                 "short_conv is for self-attention, with the same tensor as query and key; pass short_conv=0"
             )
-        if key_padding_mask is not None and key_padding_mask.shape != key.shape[:2]:
-            raise ValueError(
-                f"key_padding_mask must have shape (batch, keys) = {tuple(key.shape[:2])}; "
-                f"got {tuple(key_padding_mask.shape)}"
-            )
-        keep = _keep(key_padding_mask)
+        keep = _keep(key_padding_mask, key)
         tokens = Tokens(query, self.q_proj(query), self.k_proj(key), self.v_proj(value), keep)
         out = self.out_proj(self.interior(tokens, causal=is_causal))
         weights = None
@@ -149,8 +152,13 @@ class MixerAttention(nn.Module):
         self, query: Tensor, state: LayerState | None = None, *, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, LayerState]:
         """Causal self-attention over a stream's next tokens: their output, and the state for the next."""
+        self._check(query, query, query)
+        if query.ndim != 3:
+            raise ValueError(f"query must be batched, with 3 dimensions, in a stream; got {shown(query)}")
         x = query if self.batch_first else query.transpose(0, 1)
-        tokens = Tokens(x, self.q_proj(x), self.k_proj(x), self.v_proj(x), _keep(key_padding_mask))
+        if state is not None:
+            _check_state(state, len(x))
+        tokens = Tokens(x, self.q_proj(x), self.k_proj(x), self.v_proj(x), _keep(key_padding_mask, x))
         out, state = self.interior.stream(tokens, state)
         out = self.out_proj(out)
         return out if self.batch_first else out.transpose(0, 1), state
@@ -162,6 +170,8 @@ class MixerAttention(nn.Module):
     def _check(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         sized = (("query", query, self.embed_dim), ("key", key, self.kdim), ("value", value, self.vdim))
         for name, x, size in sized:
+            if not isinstance(x, Tensor):
+                raise TypeError(f"{name} must be a tensor; got {shown(x)}")
             if x.ndim not in (2, 3) or x.ndim != query.ndim or x.shape[-1] != size:
                 raise ValueError(
                     f"{name} must be (length, {size}) or batched, with a last dimension of {size}; "
@@ -223,10 +233,45 @@ class CosformerAttention(MixerAttention):
         self.horizon = horizon
 
 
-def _keep(key_padding_mask: Tensor | None) -> Tensor | None:
-    """nn.MultiheadAttention's mask (True, or -inf, = ignore) as the operator's (True = keep)."""
+def _is_one(query: Tensor, key: Tensor) -> bool:
+    """Whether query and key are one tensor, or the same memory, as in a checkpoint's second forward."""
+    if key is query:
+        return True
+    if torch.compiler.is_compiling() or not all(map(_has_memory, (query, key))):
+        return False
+    one, other = ((x.data_ptr(), x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in (query, key))
+    return one == other
+
+
+def _has_memory(x: Tensor) -> bool:
+    plain = type(x) in (Tensor, nn.Parameter) and not is_functorch_wrapped_tensor(x)
+    return plain and x.layout is torch.strided and not x.is_meta
+
+
+def _check_state(state: LayerState, rows: int) -> None:
+    if not isinstance(state, LayerState):
+        raise TypeError(f"state must be a LayerState, as the stream returned it, or None; got {shown(state)}")
+    if torch.compiler.is_compiling():
+        return
+    kept = next((t for t in (*state.last, *vars(state.mixer).values()) if isinstance(t, Tensor)), None)
+    if kept is not None and len(kept) != rows:
+        raise ValueError(f"state is of {len(kept)} batch rows; got a query of {rows}")
+
+
+def _keep(key_padding_mask: Tensor | None, key: Tensor) -> Tensor | None:
+    """nn.MultiheadAttention's mask (True, or -inf, = ignore) as the operator's (True = keep).
+
+    key is (B, S, ...).
+    """
     if key_padding_mask is None:
         return None
+    if not isinstance(key_padding_mask, Tensor):
+        raise TypeError(f"key_padding_mask must be a tensor; got {shown(key_padding_mask)}")
+    if key_padding_mask.shape != key.shape[:2]:
+        raise ValueError(
+            f"key_padding_mask must have shape (batch, keys) = {tuple(key.shape[:2])}; "
+            f"got {tuple(key_padding_mask.shape)}"
+        )
     if key_padding_mask.dtype == torch.bool:
         return ~key_padding_mask
     if not key_padding_mask.is_floating_point():
@@ -234,13 +279,13 @@ def _keep(key_padding_mask: Tensor | None) -> Tensor | None:
             "key_padding_mask must be bool (True = ignore) or float (-inf = ignore); "
             f"got {key_padding_mask.dtype}"
         )
-    if not torch.compiler.is_compiling() and not bool(
-        ((key_padding_mask == 0) | (key_padding_mask == -math.inf)).all()
-    ):
-        raise ValueError(
-            "key_padding_mask of a float dtype may hold 0 and -inf only: other biases have no linear form"
-        )
-    return key_padding_mask != -math.inf
+    hidden = key_padding_mask == -math.inf
+    plain = (hidden | (key_padding_mask == 0)).all()
+    if torch.compiler.is_compiling():  # a graph's own way to refuse
+        torch._assert_async(plain, BIASED)
+    elif not bool(plain):
+        raise ValueError(BIASED)
+    return ~hidden
 
 
 def _is_causal(attn_mask: Tensor | None, L: int, S: int, *, hint: bool) -> bool:
@@ -286,3 +331,10 @@ def _accept_multihead_attention(module: MixerAttention, state_dict: dict, prefix
     for name in ("q_proj", "k_proj", "v_proj"):
         if (split := state_dict.pop(f"{prefix}{name}_weight", None)) is not None:
             state_dict[f"{prefix}{name}.weight"] = split
+
+
+def _place_constants(module: MixerAttention, _) -> None:
+    """load_state_dict(assign=True) takes a module off meta, but not a decay's constants: none are saved."""
+    for part in module.interior.modules():
+        if isinstance(part, Decay) and part.constant is not None and part.constant.is_meta:
+            part.constant = part.start(module.q_proj.weight.device)

@@ -42,6 +42,10 @@ def draw(
     """
     from .report import matrices  # matplotlib is an extra
 
+    if not Path(path).parent.is_dir():
+        raise ValueError(f"out is {path}, but there is no folder {Path(path).parent}")
+    if length < 1:
+        raise ValueError(f"length must be at least 1; got {length}")
     q, k = example(length, head_dim, seed=seed)
     panels = {}
     for name in mixers:
@@ -69,5 +73,5 @@ def main(argv: list[str] | None = None) -> None:
     args = vars(p.parse_args(argv))
     try:
         print(draw(args.pop("mixers"), args.pop("out"), **args))
-    except ValueError as wrong:
+    except (OSError, ValueError) as wrong:
         raise SystemExit(f"cosformer picture: {wrong}") from None

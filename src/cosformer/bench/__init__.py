@@ -21,6 +21,22 @@ WEIGHTS = ["float32", "bfloat16", "int8"]
 __all__ = ["main"]
 
 
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"it must be a whole number of at least 1; got {text}")
+    return int(text)
+
+
+def _seconds(text: str) -> float:
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = 0.0
+    if not seconds > 0:
+        raise argparse.ArgumentTypeError(f"it must be a number above 0; got {text}")
+    return seconds
+
+
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="cosformer bench",
@@ -40,11 +56,8 @@ def parser() -> argparse.ArgumentParser:
     add("--mixers", nargs="+", metavar="NAME", help="measure these mixers instead, or `all`")
     add("--models", nargs="*", metavar="MIXER", help="measure whole models instead, also `llama`, which is"
         " transformers' own (needs the [hf] extra)")
-    add("--parallel", nargs="*", type=int, metavar="W", help="measure one sequence over 1, 2 and 4 processes,"
-        " or these (needs the [hf] extra)")
-    add("--lengths", nargs="+", type=int, metavar="N", help="text lengths (default: a few up to 16384)")
-    add("--head-dims", nargs="+", type=int, metavar="D", default=[64], help="of operators (default: 64)")
-    add("--heads", type=int, default=8, help="of the operators (default: %(default)s)")
+    add("--parallel", nargs="*", type=_count, metavar="W", help="measure one sequence over 1, 2 and 4"
+        " processes, or these (needs the [hf] extra)")
     add("--dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16", "float16", "float64"],
         help="of the operators (default: float32)")
     add("--causal", choices=["yes", "no", "both"], help="mixers are bidirectional unless it is yes, models"
@@ -54,10 +67,10 @@ def parser() -> argparse.ArgumentParser:
     add("--size", choices=list(SIZES), help="of --models (default: 4 layers of width 256)")
     add("--weights", nargs="+", choices=WEIGHTS, default=["float32"], help="of --models, for generating"
         " (default: float32)")
-    add("--contexts", nargs="+", type=int, metavar="N", help="of --models: tokens before those decoded")
-    add("--threads", type=int, default=torch.get_num_threads(), help="torch's (default: %(default)s)")
-    add("--seconds", type=float, help="for the rounds after warming up (default: 60; --quick: 10); twice that"
-        " if other processes disturb")
+    add("--contexts", nargs="+", type=_count, metavar="N", help="of --models: tokens before those decoded")
+    add("--threads", type=_count, default=torch.get_num_threads(), help="torch's (default: %(default)s)")
+    add("--seconds", type=_seconds, help="for the rounds after warming up (default: 60; --quick: 10); twice"
+        " that if other processes disturb")
     add("--memory", action=argparse.BooleanOptionalAction, default=True, help="peak memory (default: yes)")
     add("--out", type=Path, help="append the results to this file as JSON lines")
     add("--plot", type=Path, help="draw the results to this SVG (needs the [report] extra)")
@@ -98,6 +111,8 @@ def settings(argv: list[str] | None) -> argparse.Namespace:
         raise SystemExit("cosformer bench: --tune fills a table for a GPU: give it with --device cuda")
     if args.plot and args.plot.suffix != ".svg":
         raise SystemExit(f"cosformer bench: --plot draws an SVG: its name ends in .svg; got {args.plot}")
+    if args.plot and not args.plot.parent.is_dir():
+        raise SystemExit(f"cosformer bench: --plot {args.plot}: there is no folder {args.plot.parent}")
     return args
 
 

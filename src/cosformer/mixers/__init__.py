@@ -110,6 +110,8 @@ def full_layers(count: int, interval: int) -> list[bool]:
 
 def pattern(spec: str) -> list[str]:
     """The mixers that a spec names, in order; of a hybrid the two kinds."""
+    if not isinstance(spec, str):
+        raise TypeError(f"mixer must name one mixer, or one for each layer; got {spec!r}")
     base, plus, positions = spec.strip().partition("+")
     if base == HYBRID:
         _lookup(f"softmax{plus}{positions}")
@@ -137,12 +139,18 @@ def layer_type(name: str) -> str:
 
 
 def _lookup(name: str, spec: str = "") -> tuple[Entry, str]:
-    """The entry of a name, which may be one of a `spec`, and the positions it asks for after a +."""
+    """The entry of a name, one of a `spec` if that is given, and the positions it asks for after a +."""
+    if not isinstance(name, str):
+        raise TypeError(f"mixer must be a name, as 'softmax'; got {name!r}")
     base, plus, positions = name.partition("+")
     if base not in _known:
-        within = f"mixer {spec!r}: " if spec not in ("", name) else ""
-        known = f"one of {', '.join(names())}, some with +rope; or {HYBRID}"
-        raise ValueError(f"{within}unknown mixer {name!r}; {known}")
+        known = f"one of {', '.join(names())}, some with +rope"
+        if spec:
+            within = f"mixer {spec!r}: " if spec != name else ""
+            raise ValueError(f"{within}unknown mixer {name!r}; {known}; or {HYBRID}")
+        if base == HYBRID or set(name) & set(",*"):
+            raise ValueError(f"mixer {name!r} names the layers of a model; of one layer it is {known}")
+        raise ValueError(f"unknown mixer {name!r}; {known}")
     if plus:
         companion(positions)  # refuses what it does not know
     return _known[base], positions

@@ -40,7 +40,7 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     first = torch.arange(B * H, device=x.device).view(B, H, 1, 1) * n
     # index_select, whose gradient adds whole rows
     chosen = x.reshape(B * H * n, C * D).index_select(0, (index.clamp(0, n - 1) + first).flatten())
-    return chosen.view(B, H, index.shape[2], -1, D)
+    return chosen.view(B, H, index.shape[2], index.shape[3] * C, D)
 
 
 def places(index: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:

@@ -93,6 +93,9 @@ class Mixer(nn.Module):
                 told = "key_mask with cu_seqlens: packed sequences have no padding"
                 raise ValueError(f"{told}; pass one of them")
             return self.mix_packed(q, k, v, cu_seqlens, x=x, causal=causal)
+        if q.shape[2] == 0:  # nothing, which blocks, segments and maxima cannot be made of
+            used = sum(t.sum() for t in (k, v, *self.parameters()))  # they have gradients, of zero
+            return q[..., :1].expand(*q.shape[:3], v.shape[-1]) + used
         q, k, v = self._prepare(q, k, v, key_mask, offset=0)
         return self.mix(q, k, v, x=x, causal=causal, key_mask=key_mask)
 
@@ -177,10 +180,13 @@ class Mixer(nn.Module):
 
     # What is the same for all
 
-    def refuse(self, *, causal: bool = False, cross: bool = False) -> None:
-        """Raise ValueError with the reason if this mixer does not do what is asked."""
+    def refuse(self, *, causal: bool = False, cross: bool | str = False) -> None:
+        """Raise ValueError with the reason if this mixer does not do what is asked.
+
+        cross may be the words for it.
+        """
         if cross:
-            self._admit("cross", "attention to another sequence")
+            self._admit("cross", cross if isinstance(cross, str) else "attention to another sequence")
         if causal:
             self._admit("causal", "causal attention")
         else:

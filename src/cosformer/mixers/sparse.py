@@ -61,6 +61,8 @@ class Local(Mixer):
 
     def step(self, q, k, v, state, *, x, key_mask):
         keys = extend(state, k, v, key_mask)
+        if q.shape[2] == 0:
+            return v, keys  # as many values as queries: none
         lag = keys.at[-q.shape[2] :, None] - keys.at
         allowed = (lag >= 0) & ((lag <= self.window) | (keys.at < self.globals))
         if keys.key_mask is not None:
@@ -211,7 +213,7 @@ class BigBird(Mixer):
         if self.global_blocks:
             everything = inside.flatten(1)[:, None, None, None, :L]
             seen, _ = attend(take(rows, lead[:, None, None]), k[:, :, None], v[:, :, None], everything)
-            seen = seen.view(*seen.shape[:2], -1, C, seen.shape[-1])  # (B, H, g, C, E)
+            seen = seen.view(*seen.shape[:2], seen.shape[3] // C, C, seen.shape[-1])  # (B, H, g, C, E)
             here = lead[:, :, None] == torch.arange(rows.shape[2], device=q.device)  # (B, g, n)
             slot = here.long().argmax(1)[:, None, :, None, None].expand(out.shape)
             out = torch.where(here.any(1)[:, None, :, None, None], seen.gather(2, slot), out)

@@ -6,7 +6,7 @@ another device they would make the host wait for it, so there they are left out.
 
 import math
 from collections.abc import Sequence
-from numbers import Real
+from numbers import Integral, Real
 from typing import TypeGuard
 
 import torch
@@ -17,6 +17,7 @@ from .call import DTYPES, Call, Inputs, sum_dtype
 Horizon = float | Sequence[float] | Tensor
 Rates = float | Sequence[float] | Tensor
 
+MOST_OFFSET = 2**62  # the kernel counts positions in 64 bits
 _NUMBERS = (int, float, Real, torch.SymInt, torch.SymFloat)
 
 
@@ -28,6 +29,8 @@ def check_tensors(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> N
             raise ValueError(
                 f"{name} must have 4 dimensions (batch, heads, length, size); got shape {tuple(x.shape)}"
             )
+        if x.layout is not torch.strided:
+            raise TypeError(f"{name} must be a dense tensor (torch.strided); got layout {x.layout}")
         if x.dtype not in DTYPES:
             raise TypeError(f"{name} must be float64, float32, bfloat16 or float16; got {x.dtype}")
     if not q.dtype == k.dtype == v.dtype:
@@ -61,16 +64,22 @@ def _check_mask(key_mask: Tensor, k: Tensor) -> None:
         raise ValueError(f"key_mask must be on k's device {k.device}; got {key_mask.device}")
 
 
-def check_offset(q_offset: int) -> None:
-    if not isinstance(q_offset, int | torch.SymInt) or isinstance(q_offset, bool):
-        kind = type(q_offset).__name__
+def offset_of(q_offset: int) -> int:
+    if not isinstance(q_offset, Integral | torch.SymInt) or isinstance(q_offset, bool):
         raise TypeError(
-            f"q_offset must be an int, the position of the first query among the keys; got {kind}"
+            f"q_offset must be an int, the position of the first query among the keys; got {shown(q_offset)}"
         )
-    if q_offset < 0:
+    if q_offset < 0 or (isinstance(q_offset, Integral) and q_offset >= MOST_OFFSET):
         raise ValueError(
-            f"q_offset is {q_offset}; the first query's position among the keys must be 0 or more"
+            f"q_offset is {q_offset}; the first query's position among the keys must be 0 or more, and less "
+            "than 2^62"
         )
+    return int(q_offset) if isinstance(q_offset, Integral) else q_offset
+
+
+def check_causal(causal: bool) -> None:
+    if isinstance(causal, Tensor) or causal not in (True, False):
+        raise TypeError(f"causal must be True or False; got {shown(causal)}")
 
 
 def boundaries(cu_seqlens: Tensor, q: Tensor, k: Tensor, q_offset: int) -> Tensor:
@@ -103,6 +112,8 @@ def horizon_list(horizon: Horizon, heads: int) -> list[float]:
             raise ValueError(
                 f"horizon must be one number or one per head ({heads}); got {len(horizon)} numbers"
             )
+        if not all(_is_number(h) or (isinstance(h, Tensor) and h.ndim == 0) for h in horizon):
+            raise TypeError(f"horizon must be a number, or one per head, as numbers; got {shown(horizon)}")
         values = [float(h) for h in horizon]
     else:
         raise TypeError(f"horizon must be a number, or one per head; got {shown(horizon)}")
@@ -128,6 +139,8 @@ def check_reach(horizons: Sequence[float], back: int, ahead: int = 0, *, remedy:
 
 
 def check_eps(eps: float) -> None:
+    if not _is_number(eps):
+        raise TypeError(f"eps must be a number, the smallest normaliser; got {shown(eps)}")
     if not eps > 0:
         raise ValueError(f"eps must be greater than 0, the smallest normaliser; got {eps}")
 

@@ -16,12 +16,13 @@ from .checks import (
     Horizon,
     Rates,
     boundaries,
+    check_causal,
     check_eps,
-    check_offset,
     check_reach,
     check_state,
     check_tensors,
     horizon_list,
+    offset_of,
     rates_of,
     shown,
 )
@@ -60,10 +61,11 @@ def linear_attention(
         if plan is not None:
             return plan(q, k, v, decay, key_mask)[0]
     q, k, v = _checked(q, k, v, key_mask)
-    check_offset(q_offset)
+    check_causal(causal)
+    q_offset = offset_of(q_offset)
     call = Call(
         tuple(horizon_list(horizon, q.shape[1])),
-        causal=causal,
+        causal=bool(causal),
         q_offset=q_offset,
         relu=relu,
         signed=signed,

@@ -10,13 +10,14 @@ by processes that hold a part each (parallel.py).
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from .call import Call, Inputs
-from .checks import check_horizons
+from .checks import check_horizons, shown
 from .fades import fades, past
 from .operator import attend
 
@@ -83,6 +84,8 @@ class State:
 
     def to(self, device: torch.device | str) -> "State":
         """The state on another device."""
+        if not isinstance(device, torch.device | str | int):
+            raise TypeError(f"to: device must be one; got {device!r} (a state keeps the dtype of its sums)")
         return self._map(lambda t: t.to(torch.device(device)))
 
     def detach(self) -> "State":
@@ -101,6 +104,8 @@ class State:
             raise ValueError(
                 "rollback: this state has no snapshot to return to; call state.snapshot() before the tokens"
             )
+        if not isinstance(tokens, Integral | torch.SymInt):
+            raise TypeError(f"rollback: tokens must be an int; got {shown(tokens)}")
         seen = self.position - start.position
         if not 0 <= tokens <= seen:
             raise ValueError(f"rollback: tokens is {tokens}; 0 to {seen} were seen since the snapshot")
@@ -127,6 +132,9 @@ class State:
 
     @classmethod
     def from_state_dict(cls, saved: dict[str, Tensor]) -> "State":
+        if missing := [name for name in ("tensor", "position") if name not in saved]:
+            told = f"from_state_dict: saved has no {missing[0]!r}, which state_dict() gives"
+            raise ValueError(f"{told}; it has {', '.join(map(repr, saved)) or 'nothing'}")
         horizons = saved.get("horizons")
         known = None if horizons is None else tuple(horizons.tolist())
         start = int(saved.get("start", 0))

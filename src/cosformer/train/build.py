@@ -153,7 +153,8 @@ def arguments(run: Run, task: tasks.Task) -> dict[str, Any]:
     evaluates = given.setdefault("eval_strategy", "steps")
     saves = given.setdefault("save_strategy", "steps" if evaluates == "no" else evaluates)
     if evaluates == "steps":
-        given.setdefault("eval_steps", max(1, steps // 10) if steps > 0 else 0.1)
+        every = max(1, steps // 10) if steps > 0 else 0.1
+        given.setdefault("eval_steps", fitting(every, given.get("save_steps") if saves == "steps" else None))
         given.setdefault("save_steps", given["eval_steps"])
     on_gpu, rows = torch.cuda.is_available(), batch * PartialState().num_processes // run.sequence_parallel
     return {
@@ -175,6 +176,15 @@ def arguments(run: Run, task: tasks.Task) -> dict[str, Any]:
         "use_cpu": not on_gpu,
         **given,
     }
+
+
+def fitting(every: float, save: float | None) -> float:
+    """Steps between evaluations, about `every`, such that each save falls on one, as the best model needs."""
+    if save is None or save <= 0:  # 0: none is saved
+        return every
+    if every < 1 or save != int(save):  # a share of all steps
+        return save
+    return next((steps for steps in range(int(every), int(save)) if save % steps == 0), save)
 
 
 def part(dataset: Rows, count: int | None) -> Dataset:
