@@ -58,6 +58,9 @@ def parser() -> argparse.ArgumentParser:
         " transformers' own (needs the [hf] extra)")
     add("--parallel", nargs="*", type=_count, metavar="W", help="measure one sequence over 1, 2 and 4"
         " processes, or these (needs the [hf] extra)")
+    add("--lengths", nargs="+", type=_count, metavar="N", help="text lengths (default: a few up to 16384)")
+    add("--head-dims", nargs="+", type=_count, metavar="D", default=[64], help="of operators (default: 64)")
+    add("--heads", type=_count, default=8, help="of the operators (default: %(default)s)")
     add("--dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16", "float16", "float64"],
         help="of the operators (default: float32)")
     add("--causal", choices=["yes", "no", "both"], help="mixers are bidirectional unless it is yes, models"

@@ -209,7 +209,7 @@ def refuse(module: nn.Module, kwargs: dict) -> None:
 def is_causal_attention(module: nn.Module, given: bool | None) -> bool:
     """Whether a query sees only the keys before it: as the call or module says, unless the config denies."""
     causal = getattr(module, "is_causal", True) if given is None else given
-    return causal and getattr(module.config, "is_causal", True) is not False
+    return bool(causal) and getattr(module.config, "is_causal", True) is not False
 
 
 def is_cross_attention(module: nn.Module, *, causal: bool) -> bool:
