@@ -162,6 +162,7 @@ def searched(cell: Cell, steps: int, rate: float, watch: TrainerCallback) -> Sea
     run = replace(
         run,
         out=str(cell.out / "search" / Path(run.out).name / f"{rate:g}"),
+        pretrain=None,  # it would be the same for every rate, and takes longer than the search
         test_examples=run.eval_examples,
         training=run.training | {"eval_on_start": False, "eval_steps": steps},
     )
