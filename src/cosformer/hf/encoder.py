@@ -12,13 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, mse_loss
+from torch.nn.functional import cross_entropy
 from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput, TokenClassifierOutput
 from transformers.models.llama.modeling_llama import LlamaPreTrainedModel, LlamaRMSNorm
 from transformers.utils import can_return_tuple
 
 from .configuration import CosformerEncoderConfig
-from .loss import labelled, without_logits
+from .loss import check_is_of_classes, fitting, labelled, of_texts, problem_of, without_logits
 from .parallel import labels_of
 from .pooling import Pooling
 from .pretrained import CosformerPreTrained
@@ -35,7 +35,6 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
     config: CosformerEncoderConfig
     accepts_loss_kwargs = False
     has_other_losses = False  # than the softmax of all its logits
-    labels_tokens = True  # a label is of a token, not of a text
 
     def __init__(self, config: CosformerEncoderConfig):
         super().__init__(config)
@@ -63,26 +62,18 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
         """
         if labels is None:
             return {"logits": layer(hidden)}
-        if self.labels_tokens:
-            items = labels_of(self.model.sequence_group, labels, items)
+        items = labels_of(self.model.sequence_group, labels, items)
         if self.training and self.config.loss != "softmax":
             return {"loss": without_logits(self.config, hidden, layer, labels, items)}
         logits = layer(hidden)
-        if self.labels_tokens:
-            whole = "mean" if items is None else "sum"
-            loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction=whole)
-            loss = loss if items is None else loss / items
-        elif self.num_labels == 1:
-            loss = mse_loss(logits.squeeze(-1).float(), labels.float())
-        else:
-            loss = cross_entropy(logits.float(), labels)
-        return {"loss": loss, "logits": logits}
+        whole = "mean" if items is None else "sum"
+        loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction=whole)
+        return {"loss": loss if items is None else loss / items, "logits": logits}
 
 
 class TextHead(EncoderHead):
-    """Abstract: a head that reads one vector a text, and tells its class, or one number (`num_labels` 1)."""
-
-    labels_tokens = False
+    """Abstract: a head that reads one vector a text, and tells its class, its classes or numbers, as
+    `config.problem_type` says."""
 
     def __init__(self, config: CosformerEncoderConfig):
         super().__init__(config)
@@ -91,6 +82,17 @@ class TextHead(EncoderHead):
     def pooled(self, input_ids=None, attention_mask=None, **kwargs) -> Tensor:
         hidden = self.hidden(input_ids, attention_mask, **kwargs)
         return self.pooling(hidden, attention_mask, self.model.sequence_group)
+
+    def read_off(self, hidden: Tensor, layer: Any, labels: Tensor | None, items: Any = None) -> dict:
+        if labels is None:
+            return {"logits": layer(hidden)}
+        kind = problem_of(self.config, labels)
+        labels = fitting(labels, kind, texts=len(hidden), classes=self.num_labels)
+        if self.training and self.config.loss != "softmax":
+            check_is_of_classes(self.config, kind)
+            return {"loss": without_logits(self.config, hidden, layer, labels)}
+        logits = layer(hidden)
+        return {"loss": of_texts(kind, logits, labels), "logits": logits}
 
 
 class CosformerForMaskedLM(EncoderHead):
@@ -132,8 +134,7 @@ class CosformerForSequenceClassification(TextHead):
 
     def __init__(self, config: CosformerEncoderConfig):
         super().__init__(config)
-        if config.loss != "softmax" and config.num_labels < 2:
-            raise ValueError(f'loss is "{config.loss}", of classes; num_labels is {config.num_labels}')
+        check_is_of_classes(config, config.problem_type)
         self.dropout = nn.Dropout(config.dropout)
         self.classifier = nn.Linear(self.pooling.size, config.num_labels)
         self.post_init()
