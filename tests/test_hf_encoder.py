@@ -159,6 +159,27 @@ def test_losses_without_logits_are_of_classes():
     torch.testing.assert_close(model.train()(x, labels=classes).loss, model.eval()(x, labels=classes).loss)
 
 
+HEADS = (hf.CosformerForMaskedLM, CLASSIFIER, hf.CosformerForTokenClassification)
+
+
+@pytest.mark.parametrize("kind", HEADS, ids=lambda c: c.__name__)
+def test_heads_give_the_hidden_states_that_are_asked_for(kind):
+    model, x = toy_model(kind, num_labels=3), token_ids()
+    out, want = (m(x, output_hidden_states=True) for m in (model, model.model))
+    assert len(out.hidden_states) == 3 and out.attentions is None
+    assert torch.equal(torch.stack(out.hidden_states), torch.stack(want.hidden_states))
+    assert model(x).hidden_states is None
+    assert len(model(x, output_hidden_states=True, return_dict=False)[1]) == 3
+    labels = torch.tensor([0, 1]) if kind is CLASSIFIER else x % 3
+    assert len(model.train()(x, labels=labels, output_hidden_states=True).hidden_states) == 3
+
+
+def test_a_pair_has_the_hidden_states_of_both():
+    model, a, b = toy_model(hf.CosformerForPairClassification), token_ids(), token_ids(length=9, seed=2)
+    states = model(a, b, output_hidden_states=True).hidden_states
+    assert [state.shape[1] for state in states] == [17] * 3 + [9] * 3
+
+
 def test_dropout_is_on_the_embeddings_and_on_what_blocks_add():
     model, x = toy_model(hf.CosformerForMaskedLM, dropout=0.5), token_ids()
     assert sum(isinstance(m, torch.nn.Dropout) and m.p == 0.5 for m in model.modules()) == 1 + 2 * 2

@@ -13,7 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
-from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput, TokenClassifierOutput
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    MaskedLMOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
 from transformers.models.llama.modeling_llama import LlamaPreTrainedModel, LlamaRMSNorm
 from transformers.utils import can_return_tuple
 
@@ -49,11 +54,14 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.model.embed_tokens = value
 
-    def hidden(self, input_ids=None, attention_mask=None, **kwargs) -> Tensor:
-        """The last block's output (B, L, C)."""
+    def encoded(self, input_ids=None, attention_mask=None, **kwargs) -> BaseModelOutputWithPast:
         kwargs.pop("token_type_ids", None)  # tokenizers of BERT's kind give them; there are no segments here
         kwargs |= {"attention_mask": attention_mask, "return_dict": True}
-        return self.model(input_ids, **kwargs).last_hidden_state
+        return self.model(input_ids, **kwargs)
+
+    def hidden(self, input_ids=None, attention_mask=None, **kwargs) -> Tensor:
+        """The last block's output (B, L, C)."""
+        return self.encoded(input_ids, attention_mask, **kwargs).last_hidden_state
 
     def read_off(self, hidden: Tensor, layer: Any, labels: Tensor | None, items: Any = None) -> dict:
         """Loss and logits of an output layer; no logits in training without the plain softmax.
@@ -79,8 +87,7 @@ class TextHead(EncoderHead):
         super().__init__(config)
         self.pooling = Pooling(config.pooling, config.hidden_size)
 
-    def pooled(self, input_ids=None, attention_mask=None, **kwargs) -> Tensor:
-        hidden = self.hidden(input_ids, attention_mask, **kwargs)
+    def pooled(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
         return self.pooling(hidden, attention_mask, self.model.sequence_group)
 
     def read_off(self, hidden: Tensor, layer: Any, labels: Tensor | None, items: Any = None) -> dict:
@@ -121,12 +128,14 @@ class CosformerForMaskedLM(EncoderHead):
         """`num_items_in_batch`, from the Trainer: the hidden tokens of all processes and accumulated batches
         together; the loss is this batch's share of their mean. In training there are no logits beside a loss:
         six of seven tokens are not asked for, and their scores are most of the work."""
-        hidden = self.hidden(input_ids, attention_mask, **kwargs)
-        training = self.training and labels is not None
+        encoded = self.encoded(input_ids, attention_mask, **kwargs)
+        hidden, training = encoded.last_hidden_state, self.training and labels is not None
         if training:
             hidden, labels = labelled(hidden, labels)
         found = self.read_off(self.head(hidden), self.decoder, labels, num_items_in_batch)
-        return MaskedLMOutput(loss=found["loss"]) if training else MaskedLMOutput(**found)
+        if training:
+            found.pop("logits", None)
+        return MaskedLMOutput(**found, hidden_states=encoded.hidden_states)
 
 
 class CosformerForSequenceClassification(TextHead):
@@ -141,8 +150,10 @@ class CosformerForSequenceClassification(TextHead):
 
     @can_return_tuple
     def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs) -> SequenceClassifierOutput:
-        pooled = self.dropout(self.pooled(input_ids, attention_mask, **kwargs))
-        return SequenceClassifierOutput(**self.read_off(pooled, self.classifier, labels))
+        encoded = self.encoded(input_ids, attention_mask, **kwargs)
+        pooled = self.dropout(self.pooled(encoded.last_hidden_state, attention_mask))
+        found = self.read_off(pooled, self.classifier, labels)
+        return SequenceClassifierOutput(**found, hidden_states=encoded.hidden_states)
 
 
 class CosformerForTokenClassification(EncoderHead):
@@ -154,8 +165,9 @@ class CosformerForTokenClassification(EncoderHead):
 
     @can_return_tuple
     def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs) -> TokenClassifierOutput:
-        hidden = self.dropout(self.hidden(input_ids, attention_mask, **kwargs))
-        return TokenClassifierOutput(**self.read_off(hidden, self.classifier, labels))
+        encoded = self.encoded(input_ids, attention_mask, **kwargs)
+        found = self.read_off(self.dropout(encoded.last_hidden_state), self.classifier, labels)
+        return TokenClassifierOutput(**found, hidden_states=encoded.hidden_states)
 
 
 class CosformerForPairClassification(TextHead):
@@ -176,7 +188,11 @@ class CosformerForPairClassification(TextHead):
         labels=None,
         **kwargs,
     ) -> SequenceClassifierOutput:
-        a = self.pooled(input_ids, attention_mask, **kwargs)
-        b = self.pooled(pair_input_ids, pair_attention_mask, **kwargs)
+        """Hidden states, where asked for, are those of the first text and then those of the second."""
+        first = self.encoded(input_ids, attention_mask, **kwargs)
+        second = self.encoded(pair_input_ids, pair_attention_mask, **kwargs)
+        a = self.pooled(first.last_hidden_state, attention_mask)
+        b = self.pooled(second.last_hidden_state, pair_attention_mask)
         pair = torch.cat([a, b, a * b, a - b], -1)
-        return SequenceClassifierOutput(**self.read_off(pair, self.classifier, labels))
+        states = None if first.hidden_states is None else (*first.hidden_states, *second.hidden_states)
+        return SequenceClassifierOutput(**self.read_off(pair, self.classifier, labels), hidden_states=states)

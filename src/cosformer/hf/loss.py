@@ -72,8 +72,11 @@ def check_is_of_classes(config: Any, kind: str | None) -> None:
 
 def of_texts(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
     """The mean loss of logits (B, C) with labels that fit."""
-    losses = {"regression": F.mse_loss, "multi_label_classification": F.binary_cross_entropy_with_logits}
-    return losses.get(kind, F.cross_entropy)(logits.float(), labels)
+    if kind == "regression":
+        return F.mse_loss(logits.float(), labels)
+    if kind == "multi_label_classification":
+        return F.binary_cross_entropy_with_logits(logits.float(), labels)
+    return F.cross_entropy(logits.float(), labels)
 
 
 def labelled(hidden: Tensor, labels: Tensor, *, ignore: int = -100) -> tuple[Tensor, Tensor]:
