@@ -180,6 +180,16 @@ def test_a_pair_has_the_hidden_states_of_both():
     assert [state.shape[1] for state in states] == [17] * 3 + [9] * 3
 
 
+@pytest.mark.parametrize("kind", ["mean", "max", "mean-max", "attention"])
+def test_a_text_without_tokens_is_pooled_to_zeros(kind):
+    pooling, hidden, keep = Pooling(kind, 6), torch.randn(2, LENGTH, 6, requires_grad=True), KEEP.clone()
+    keep[1] = 0
+    pooled = pooling(hidden, keep)
+    assert pooled[0].any() and not pooled[1].any()
+    pooled.sum().backward()
+    assert hidden.grad.isfinite().all() and not hidden.grad[1].any()
+
+
 def test_dropout_is_on_the_embeddings_and_on_what_blocks_add():
     model, x = toy_model(hf.CosformerForMaskedLM, dropout=0.5), token_ids()
     assert sum(isinstance(m, torch.nn.Dropout) and m.p == 0.5 for m in model.modules()) == 1 + 2 * 2

@@ -74,9 +74,10 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
         if self.training and self.config.loss != "softmax":
             return {"loss": without_logits(self.config, hidden, layer, labels, items)}
         logits = layer(hidden)
-        whole = "mean" if items is None else "sum"
-        loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction=whole)
-        return {"loss": loss if items is None else loss / items, "logits": logits}
+        if items is None:
+            items = (labels != -100).sum().clamp_min(1)  # without any the loss is 0, not NaN
+        loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+        return {"loss": loss / items, "logits": logits}
 
 
 class TextHead(EncoderHead):
