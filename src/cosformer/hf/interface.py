@@ -56,10 +56,16 @@ def attach(model: PreTrainedModel, name: str, **options) -> PreTrainedModel:
 
     >>> attach(AutoModelForCausalLM.from_config(config), "performer", features=128)
     """
+    # the mark of what calls the interface
+    layers: list[Any] = [m for m in model.modules() if hasattr(m, "is_causal") and hasattr(m, "config")]
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no layer that calls transformers' attention interface: "
+            f"mixer {name!r} would never be used; attach it to another architecture, such as Llama or BERT"
+        )
     enter(f"cosformer:{name}")
-    for module in model.modules():
-        if hasattr(module, "is_causal") and hasattr(module, "config"):  # the mark of what calls the interface
-            module.mixer = _build(module, name, options)
+    for module in layers:
+        module.mixer = _build(module, name, options)
     model.set_attn_implementation(f"cosformer:{name}")
     return model
 
