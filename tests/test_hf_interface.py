@@ -304,3 +304,14 @@ def test_says_once_that_dropout_is_not_applied(mixer, monkeypatch):
         cosformer.hf.attach(model, mixer)
     model(**inputs("bert"))
     assert "dropout of 0.25 in BertSelfAttention is not applied" in said[0]
+
+
+def test_an_architecture_with_attention_of_its_own_is_refused_or_can_be_told():
+    """It would take our mask, which is none, for its own softmax: Bloom's is then not causal."""
+    bloom = tf.BloomConfig(vocab_size=VOCAB, hidden_size=WIDTH, n_layer=2, n_head=HEADS)
+    model = tf.AutoModelForCausalLM.from_config(bloom, attn_implementation="cosformer")
+    with pytest.raises(ValueError, match="BloomModel does not call transformers' attention interface"):
+        model(**inputs("llama"))
+    deberta = tf.AutoModel.from_config(tf.DebertaV2Config(**TOY))  # asks for no mask: the check of the docs
+    deberta.set_attn_implementation("cosformer")
+    assert deberta.config._attn_implementation != "cosformer"

@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.utils import logging
 
@@ -153,6 +153,8 @@ def mask(
     **kwargs,
 ) -> Tensor | None:
     """transformers' mask function: the padding mask (B, S), True = keep, or None where nothing is padded."""
+    if not torch.compiler.is_compiling():
+        check_calls_interface(type(kwargs.get("config")))
     if mask_function not in (causal_mask_function, bidirectional_mask_function):
         # Another pattern. Some architectures make masks that no layer uses, so this one is refused where a
         # layer does: its shape says what it is, and it holds one element.
@@ -173,6 +175,22 @@ def mask(
             f"attention_mask has length {attention_mask.shape[-1]}, but there are {kv_length} keys"
         )
     return padding(attention_mask)
+
+
+@lru_cache  # it reads source text
+def check_calls_interface(config: type) -> None:
+    """Stop an architecture that asks for a mask, but for a softmax of its own: without one it would see all.
+
+    One that asks for no mask either cannot be stopped here; docs/hugging-face.md says how to tell.
+    """
+    known: Any = MODEL_MAPPING[config] if config in MODEL_MAPPING else ()
+    for model in known if isinstance(known, tuple) else (known,):
+        if not model._can_set_attn_implementation():
+            raise ValueError(
+                f"{model.__name__} does not call transformers' attention interface but attends by itself, "
+                'so attn_implementation="cosformer" does not reach its layers; use another architecture, '
+                "such as Llama or BERT"
+            )
 
 
 def padding(attention_mask: Tensor) -> Tensor | None:
