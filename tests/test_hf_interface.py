@@ -315,3 +315,17 @@ def test_an_architecture_with_attention_of_its_own_is_refused_or_can_be_told():
     deberta = tf.AutoModel.from_config(tf.DebertaV2Config(**TOY))  # asks for no mask: the check of the docs
     deberta.set_attn_implementation("cosformer")
     assert deberta.config._attn_implementation != "cosformer"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_graph_needs_no_mask(name):
+    """While it is traced transformers cannot see that positions are one sequence, and makes a pattern."""
+    model, given = build(name), inputs(name)
+    want = model(**given, use_cache=False).logits
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**given, use_cache=False).logits, want)
+    packed = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)]).expand(2, -1)
+    with pytest.raises(RuntimeError, match="packed sequences"):
+        compiled(**given, position_ids=packed, use_cache=False)
+    exported = torch.export.export(model, (), given | {"use_cache": False}).module()
+    torch.testing.assert_close(exported(**given, use_cache=False).logits, want)

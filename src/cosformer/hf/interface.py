@@ -154,8 +154,16 @@ def mask(
 ) -> Tensor | None:
     """transformers' mask function: the padding mask (B, S), True = keep, or None where nothing is padded."""
     if not torch.compiler.is_compiling():
-        check_calls_interface(type(kwargs.get("config")))
+        kind: Any = type(kwargs.get("config"))
+        check_calls_interface(kind)
     if mask_function not in (causal_mask_function, bidirectional_mask_function):
+        alone = attention_mask is None and isinstance(q_offset, int) and q_length == kv_length  # no cache
+        if torch.compiler.is_compiling() and alone and _is_joined(mask_function, kwargs):
+            rows = torch.arange(batch_size, device=kwargs.get("device"))
+            last = torch.full_like(rows, q_length - 1)
+            whole = mask_function(rows, torch.zeros_like(rows), last, torch.zeros_like(rows))
+            torch._assert_async(whole.all(), PACKED)  # a graph's own way to refuse
+            return None
         # Another pattern. Some architectures make masks that no layer uses, so this one is refused where a
         # layer does: its shape says what it is, and it holds one element.
         return torch.empty((), dtype=torch.bool, device=kwargs.get("device")).expand(
@@ -177,13 +185,26 @@ def mask(
     return padding(attention_mask)
 
 
+def _is_joined(mask_function, kwargs: dict) -> bool:
+    """Whether a pattern may be the one that transformers makes, while it is traced, of positions that it
+    cannot see: causal, and within packed sequences. Then a row is one sequence if its last token sees the
+    first. What a caller adds to a pattern sets `use_vmap`."""
+    return mask_function.__name__ == "and_mask" and not kwargs.get("use_vmap")
+
+
+PACKED = (
+    "position_ids mark packed sequences, or a window is shorter than the text, which cosformer attention "
+    "cannot honour in this architecture"
+)
+
+
 @lru_cache  # it reads source text
 def check_calls_interface(config: type) -> None:
     """Stop an architecture that asks for a mask, but for a softmax of its own: without one it would see all.
 
     One that asks for no mask either cannot be stopped here; docs/hugging-face.md says how to tell.
     """
-    known: Any = MODEL_MAPPING[config] if config in MODEL_MAPPING else ()
+    known: Any = MODEL_MAPPING.get(config, ())
     for model in known if isinstance(known, tuple) else (known,):
         if not model._can_set_attn_implementation():
             raise ValueError(
