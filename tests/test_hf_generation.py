@@ -278,6 +278,26 @@ def test_errors_name_the_cause():
         model(prompt(), attention_mask=torch.ones(1, 1, 20, 20))
 
 
+def test_a_mask_of_another_length_is_refused():
+    model, ids = decoder(), prompt(2)
+    for length in (7, 27):
+        said = rf"attention_mask must have the length 20, one for each token; got \(2, {length}\)"
+        with pytest.raises(ValueError, match=said):
+            model(ids, attention_mask=torch.ones(2, length), use_cache=False)
+        with pytest.raises(ValueError, match=said):
+            seq2seq()(ids, attention_mask=torch.ones(2, length), decoder_input_ids=ids)
+        with pytest.raises(ValueError, match="decoder_" + said):
+            seq2seq()(ids, decoder_attention_mask=torch.ones(2, length), decoder_input_ids=ids)
+    for grad in (True, False):  # the general way, and the kernel's
+        with torch.set_grad_enabled(grad):
+            for length in (1, 21):
+                cache = model(ids, use_cache=True).past_key_values
+                model(ids[:, :1], past_key_values=cache, attention_mask=torch.ones(2, length))
+            said = r"length 22, one for each token, 21 of them in the cache, or 1; got \(2, 20\)"
+            with pytest.raises(ValueError, match=said):
+                model(ids[:, :1], past_key_values=cache, attention_mask=torch.ones(2, 20))
+
+
 def test_no_limit_without_the_cosine():
     assert text(decoder(max_position_embeddings=24), prompt(), max_new_tokens=40).shape[1] == 60
 
