@@ -1,5 +1,7 @@
 """Generation from what mixers keep: however tokens are fed, moved or taken back, the text is the same."""
 
+import copy
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from cosformer.hf import (
     CosformerForConditionalGeneration,
     CosformerSeq2SeqConfig,
 )
+from cosformer.hf.cache import tensors
 
 VOCAB = 61
 PLAIN = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "forced_eos_token_id": None}
@@ -296,6 +299,22 @@ def test_a_mask_of_another_length_is_refused():
             said = r"length 22, one for each token, 21 of them in the cache, or 1; got \(2, 20\)"
             with pytest.raises(ValueError, match=said):
                 model(ids[:, :1], past_key_values=cache, attention_mask=torch.ones(2, 20))
+
+
+@pytest.mark.parametrize("kind", ["gated", "hybrid"])
+def test_a_cache_can_be_copied_outside_no_grad(kind):
+    model, ids = decoder(kind), prompt(2)
+    with torch.enable_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        cache.activate_past_recording()
+        model(ids[:, :3], past_key_values=cache)
+        copied = copy.deepcopy(cache)
+        want = model(ids[:, 3:9], past_key_values=cache).logits
+    assert copied.get_seq_length() == 23
+    assert not any(t.requires_grad for layer in copied.layers for t in tensors(layer.kept))
+    torch.testing.assert_close(model(ids[:, 3:9], past_key_values=copied).logits, want)
+    copied.crop(-6)
+    torch.testing.assert_close(model(ids[:, 3:9], past_key_values=copied).logits, want)
 
 
 def test_no_limit_without_the_cosine():

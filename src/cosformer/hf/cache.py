@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +24,15 @@ class KeptLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
     kept: Any = None
+
+    def __deepcopy__(self, memo: dict) -> KeptLayer:
+        """Also of tensors that are part of a graph, which torch does not copy: the copy stands outside it."""
+        for t in tensors([*vars(self).values()]):
+            if not t.is_leaf:
+                memo[id(t)] = copy.deepcopy(t.detach(), memo)
+        other = memo[id(self)] = type(self).__new__(type(self))
+        vars(other).update(copy.deepcopy(vars(self), memo))
+        return other
 
     def get_seq_length(self) -> int:
         return 0 if self.kept is None else self.kept.position
