@@ -317,6 +317,32 @@ def test_a_cache_can_be_copied_outside_no_grad(kind):
     torch.testing.assert_close(model(ids[:, 3:9], past_key_values=copied).logits, want)
 
 
+@pytest.mark.parametrize(
+    ("fields", "rows", "said"),
+    [
+        ({"num_hidden_layers": 4}, 2, "past_key_values is of 3 layers, and this model has 4"),
+        ({"num_hidden_layers": 2}, 2, "past_key_values is of 3 layers, and this model has 2"),
+        ({}, 3, "past_key_values holds 2 rows; got input of 3"),
+        (
+            {"hidden_size": 32},
+            2,
+            "past_key_values holds what mixer 'cosformer' keeps of q, k, v of the widths",
+        ),
+        ({"mixer": "softmax"}, 2, "this layer's mixer 'softmax' has"),
+        ({"mixer": "elu"}, 2, "this layer's mixer 'elu' has"),
+    ],
+    ids=str,
+)
+def test_a_cache_of_another_model_or_batch_is_refused(fields, rows, said):
+    model, other, ids = decoder(), decoder(**fields), prompt(2)
+    for tokens in (1, 3):
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                cache = model(ids, use_cache=True).past_key_values
+                with pytest.raises(ValueError, match=said):
+                    other(ids[:1, :tokens].expand(rows, -1), past_key_values=cache)
+
+
 def test_no_limit_without_the_cosine():
     assert text(decoder(max_position_embeddings=24), prompt(), max_new_tokens=40).shape[1] == 60
 

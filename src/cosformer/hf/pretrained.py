@@ -153,6 +153,11 @@ def check_call(config, asked: dict, cache=None, **masks: Tensor | None) -> None:
         raise TypeError(
             f"past_key_values must be the cache model.new_cache() makes; got {type(cache).__name__}"
         )
+    if cache is not None and len(cache.layers) != len(config.layer_mixers):
+        raise ValueError(
+            f"past_key_values is of {len(cache.layers)} layers, and this model has "
+            f"{len(config.layer_mixers)}; pass the cache that this model made"
+        )
 
 
 def check_mask_length(name: str, mask: Tensor | None, length: int, *, cached: int = 0) -> None:
