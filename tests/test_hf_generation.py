@@ -326,7 +326,7 @@ def test_a_cache_can_be_copied_outside_no_grad(kind):
         (
             {"hidden_size": 32},
             2,
-            "past_key_values holds what mixer 'cosformer' keeps of q, k, v of the widths",
+            "past_key_values holds what mixer 'cosformer' keeps of q, k, v of ",
         ),
         ({"mixer": "softmax"}, 2, "this layer's mixer 'softmax' has"),
         ({"mixer": "elu"}, 2, "this layer's mixer 'elu' has"),
