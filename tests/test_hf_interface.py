@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -329,3 +330,16 @@ def test_a_graph_needs_no_mask(name):
         compiled(**given, position_ids=packed, use_cache=False)
     exported = torch.export.export(model, (), given | {"use_cache": False}).module()
     torch.testing.assert_close(exported(**given, use_cache=False).logits, want)
+
+
+@pytest.mark.parametrize("decay", [{"a": 1}, [[0.1], 0.1, 0.1, 0.1]], ids=str)
+def test_options_of_another_kind_are_refused(decay):
+    said = (
+        r'config.cosformer\["decay"\] must be None, "ladder", a rate, or a list of rates, one per head; got '
+    )
+    with pytest.raises(TypeError, match=said + re.escape(str(decay))):
+        build("llama", decay=decay)(**inputs("llama"))
+    model = build("llama")
+    model.config.cosformer = 3
+    with pytest.raises(TypeError, match="config.cosformer must be a dict or None; got 3"):
+        model(**inputs("llama"))

@@ -266,6 +266,8 @@ def is_cross_attention(module: nn.Module, *, causal: bool) -> bool:
 def self_options(config, *, heads: int, device: torch.device) -> dict:
     """The operator's arguments from `config.cosformer`."""
     given = getattr(config, "cosformer", None) or {}
+    if not isinstance(given, dict):
+        raise TypeError(f"config.cosformer must be a dict or None; got {given!r}")
     if unknown := set(given) - set(OPTIONS):
         raise ValueError(f"config.cosformer has unknown {sorted(unknown)}; it may have {', '.join(OPTIONS)}")
     decay, horizon = given.get("decay"), given.get("horizon")
@@ -278,6 +280,12 @@ def self_options(config, *, heads: int, device: torch.device) -> dict:
     if decay is None:
         return {"horizon": horizon, "decay": None}
     spec = tuple(decay) if isinstance(decay, list) else decay
+    several = list | dict | set  # what is remembered must be hashable
+    if isinstance(spec, several) or (isinstance(spec, tuple) and any(isinstance(r, several) for r in spec)):
+        raise TypeError(
+            'config.cosformer["decay"] must be None, "ladder", a rate, or a list of rates, one per head; '
+            f"got {decay!r}"
+        )
     span = span_of(horizon_list(horizon, heads), otherwise=math.inf)
     if span == math.inf and decay == "ladder":  # without a cosine the positions say how far
         span = max_positions(config)
