@@ -159,6 +159,16 @@ def test_losses_without_logits_are_of_classes():
     torch.testing.assert_close(model.train()(x, labels=classes).loss, model.eval()(x, labels=classes).loss)
 
 
+@pytest.mark.parametrize("kind", [hf.CosformerForMaskedLM, hf.CosformerForTokenClassification])
+@pytest.mark.parametrize("training", [True, False])
+def test_labels_of_tokens_have_their_shape(kind, training):
+    model, labels = toy_model(kind).train(training), torch.zeros(LENGTH, 2).long()
+    with pytest.raises(
+        ValueError, match=r"labels must have the shape \(2, 17\), one for each token; got \(17,"
+    ):
+        model(token_ids(), labels=labels)
+
+
 HEADS = (hf.CosformerForMaskedLM, CLASSIFIER, hf.CosformerForTokenClassification)
 
 

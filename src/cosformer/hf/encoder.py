@@ -23,7 +23,15 @@ from transformers.models.llama.modeling_llama import LlamaPreTrainedModel, Llama
 from transformers.utils import can_return_tuple
 
 from .configuration import CosformerEncoderConfig
-from .loss import check_is_of_classes, fitting, labelled, of_texts, problem_of, without_logits
+from .loss import (
+    check_is_of_classes,
+    check_of_tokens,
+    fitting,
+    labelled,
+    of_texts,
+    problem_of,
+    without_logits,
+)
 from .parallel import labels_of
 from .pooling import Pooling
 from .pretrained import CosformerPreTrained
@@ -70,6 +78,7 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
         """
         if labels is None:
             return {"logits": layer(hidden)}
+        check_of_tokens(hidden, labels)
         items = labels_of(self.model.sequence_group, labels, items)
         if self.training and self.config.loss != "softmax":
             return {"loss": without_logits(self.config, hidden, layer, labels, items)}

@@ -79,11 +79,15 @@ def of_texts(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float(), labels)
 
 
-def labelled(hidden: Tensor, labels: Tensor, *, ignore: int = -100) -> tuple[Tensor, Tensor]:
-    """The tokens that have a label, (1, n, C) and (1, n); all of them where to count them is to wait."""
+def check_of_tokens(hidden: Tensor, labels: Tensor) -> None:
     if labels.shape != hidden.shape[:2]:
         wanted, given = tuple(hidden.shape[:2]), tuple(labels.shape)
         raise ValueError(f"labels must have the shape {wanted}, one for each token; got {given}")
+
+
+def labelled(hidden: Tensor, labels: Tensor, *, ignore: int = -100) -> tuple[Tensor, Tensor]:
+    """The tokens that have a label, (1, n, C) and (1, n); all of them where to count them is to wait."""
+    check_of_tokens(hidden, labels)
     if not checks.readable(labels) or torch.compiler.is_compiling():
         return hidden, labels
     asked = (labels != ignore).flatten().nonzero().flatten()
