@@ -18,6 +18,7 @@ mixer, as a submodule that is saved with the rest, and switches to it.
 """
 
 import math
+import sys
 from functools import lru_cache
 from typing import Any
 
@@ -204,9 +205,14 @@ def check_calls_interface(config: type) -> None:
 
     One that asks for no mask either cannot be stopped here; docs/hugging-face.md says how to tell.
     """
-    known: Any = MODEL_MAPPING.get(config, ())
+    try:
+        known: Any = MODEL_MAPPING.get(config, ())
+    except (AttributeError, ValueError):  # transformers names some classes that it does not have
+        return
     for model in known if isinstance(known, tuple) else (known,):
-        if not model._can_set_attn_implementation():
+        # transformers' own guess takes a source with some other attention, too, for one that never calls it
+        calls = hasattr(sys.modules.get(model.__module__), "ALL_ATTENTION_FUNCTIONS")
+        if not calls and not model._can_set_attn_implementation():
             raise ValueError(
                 f"{model.__name__} does not call transformers' attention interface but attends by itself, "
                 'so attn_implementation="cosformer" does not reach its layers; use another architecture, '
