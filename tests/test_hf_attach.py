@@ -92,3 +92,9 @@ def test_errors_name_the_cause():
     assert model.generate(
         ids(), max_new_tokens=3, pad_token_id=0, eos_token_id=None, use_cache=False
     ).shape == (2, LENGTH + 3)
+
+
+def test_an_architecture_that_does_not_call_the_interface_is_refused():
+    config = tf.DebertaV2Config(**TOY)
+    with pytest.raises(ValueError, match="DebertaV2Model has no layer that calls transformers' attention"):
+        attach(tf.AutoModel.from_config(config), "performer")

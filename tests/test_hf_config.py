@@ -247,6 +247,21 @@ def test_without_the_package_a_saved_model_does_not_load(tmp_path):
             {"full_attention_interval": 2, "mixer": "elu*3, softmax"},
             r"full_attention_interval is 2, but mixer 'elu\*3, softmax' has softmax in other layers",
         ),
+        (
+            {"num_attention_heads": 5},
+            "hidden_size is 32, which 5 heads cannot share evenly; .* or give head_dim",
+        ),
+        ({"hidden_size": 30}, "hidden_size is 30, which 4 heads cannot share evenly"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be at least 1"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads is 3; .* divide num_attention_heads, which is 4"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads is 0; .* divide num_attention_heads, which is 4"),
+        ({"hidden_act": "foo"}, "hidden_act is 'foo'; one of .*silu"),
+        ({"dropout": 1.5}, "dropout is 1.5; it must be at least 0 and less than 1"),
+        ({"short_conv": -1}, "short_conv is -1; it must be at least 0"),
+        (
+            {"cosformer_format": 9},
+            "cosformer_format is 9, and this version makes models of format 3; leave it",
+        ),
         ({"attention_dropout": 0.1}, "attention_dropout is 0.1; there are no attention weights to drop here"),
     ],
     ids=str,
@@ -256,7 +271,35 @@ def test_fields_that_make_no_sense_are_refused(fields, said):
         config(**fields)
 
 
+@pytest.mark.parametrize("kind", [hf.CosformerConfig, hf.CosformerEncoderConfig, hf.CosformerSeq2SeqConfig])
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"mixer": 3}, 'mixer must be a str, such as "cosformer" or "cosformer.3, softmax.rope"; got 3'),
+        ({"mixer": None}, "mixer must be a str, .*; got None"),
+        ({"mixer": ["cosformer", "elu"]}, r"mixer must be a str, .*; got \['cosformer', 'elu'\]"),
+        ({"mixer_options": 3}, "mixer_options must be a dict or None; got 3"),
+        ({"horizon": "a"}, "horizon must be a number or None; got 'a'"),
+        ({"short_conv": "a"}, "short_conv must be an int or None; got 'a'"),
+        ({"qk_norm": "no"}, "qk_norm must be True, False or None; got 'no'"),
+        ({"output_gate": "x"}, "output_gate must be True or False; got 'x'"),
+    ],
+    ids=str,
+)
+def test_fields_of_another_kind_are_refused(kind, fields, said):
+    with pytest.raises(TypeError, match=said):
+        kind(**fields)
+
+
+def test_heads_may_have_a_size_of_their_own():
+    model = toy_model(hf.CosformerForCausalLM, num_attention_heads=5, num_key_value_heads=5, head_dim=8)
+    assert model.model.layers[0].self_attn.q_proj.weight.shape == (40, 32) and run(model).isfinite().all()
+
+
 def test_fields_of_the_others_that_make_no_sense_are_refused():
+    for kind in (hf.CosformerModel, hf.CosformerEncoderModel):  # BART's own is checked by transformers
+        with pytest.raises(TypeError, match="dropout must be a number; got 'a'"):
+            toy_config(kind, dropout="a")
     with pytest.raises(ValueError, match="pooling is 'least'; one of 'first', 'mean', 'max', 'mean-max'"):
         toy_config(hf.CosformerEncoderModel, pooling="least")
     with pytest.raises(ValueError, match='the encoder-decoder has only "learned", as BART does'):

@@ -6,6 +6,9 @@ from conftest import token_ids, toy_config, toy_model
 
 pytest.importorskip("transformers")
 
+import transformers as tf
+from transformers.loss.loss_utils import ForSequenceClassificationLoss
+
 import cosformer.hf as hf
 from cosformer.hf.pooling import Pooling
 
@@ -91,8 +94,110 @@ def test_a_text_past_its_positions_is_an_error():
 
 def test_one_number_is_told_by_its_square_error():
     model = toy_model(CLASSIFIER, num_labels=1)
-    out = model(token_ids(), labels=torch.tensor([0.5, 2.0]))
-    torch.testing.assert_close(out.loss, (out.logits[:, 0] - torch.tensor([0.5, 2.0])).square().mean())
+    labels = torch.tensor([0.5, 2.0])
+    for given in (labels, labels[:, None]):
+        out = model(token_ids(), labels=given)
+        torch.testing.assert_close(out.loss, (out.logits[:, 0] - labels).square().mean())
+
+
+def test_the_kind_of_problem_chooses_the_loss():
+    """As transformers: what config.problem_type says, or what labels and num_labels suggest."""
+    x, F = token_ids(), torch.nn.functional
+    classes, several = torch.tensor([0, 2]), torch.tensor([[0.0, 1.0, 1.0], [1.0, 0.0, 0.0]])
+    for labels, given, kind, loss in (
+        (classes, None, "single_label_classification", F.cross_entropy),
+        (several, None, "multi_label_classification", F.binary_cross_entropy_with_logits),
+        (several, "regression", "regression", F.mse_loss),
+        (
+            several,
+            "multi_label_classification",
+            "multi_label_classification",
+            F.binary_cross_entropy_with_logits,
+        ),
+    ):
+        model = toy_model(CLASSIFIER, num_labels=3, problem_type=given)
+        out = model(x, labels=labels)
+        torch.testing.assert_close(out.loss, loss(out.logits, labels))
+        assert model.config.problem_type == kind  # which transformers' pipelines read
+        bert = tf.BertConfig(num_labels=3, problem_type=given)
+        torch.testing.assert_close(out.loss, ForSequenceClassificationLoss(labels, out.logits, bert))
+    torch.testing.assert_close(model(x, labels=several.long()).loss, out.loss)  # 0 and 1 as integers
+
+
+@pytest.mark.parametrize(
+    ("fields", "labels", "said"),
+    [
+        ({"num_labels": 3}, torch.zeros(2, 3).long(), r"\(2,\) or \(2, 1\), for problem_type='single_label_"),
+        (
+            {"num_labels": 3},
+            torch.zeros(2, 4),
+            r"shape \(2, 3\), for problem_type='multi_label_.*got \(2, 4\)",
+        ),
+        ({"num_labels": 3, "problem_type": "regression"}, torch.zeros(2), r"shape \(2, 3\).*got \(2,\)"),
+        ({"num_labels": 1}, torch.zeros(3), r"\(2,\) or \(2, 1\), for problem_type='regression'.*got \(3,\)"),
+        (
+            {"num_labels": 3, "problem_type": "single_label_classification"},
+            torch.zeros(2),
+            "labels must be integers, .* got torch.float32",
+        ),
+    ],
+)
+def test_labels_that_do_not_fit_the_problem_are_refused(fields, labels, said):
+    with pytest.raises(ValueError, match=said):
+        toy_model(CLASSIFIER, **fields)(token_ids(), labels=labels)
+
+
+def test_losses_without_logits_are_of_classes():
+    fields = {"loss": "chunked", "num_labels": 3}
+    model, x, several = toy_model(CLASSIFIER, **fields), token_ids(), torch.zeros(2, 3)
+    with pytest.raises(ValueError, match='loss is "chunked", of classes; .* "multi_label_classification"'):
+        model.train()(x, labels=several)
+    with pytest.raises(ValueError, match='loss is "chunked", of classes; .* "regression"'):
+        toy_model(CLASSIFIER, problem_type="regression", **fields)
+    model = toy_model(CLASSIFIER, **fields)
+    classes = torch.tensor([[0], [2]])
+    torch.testing.assert_close(model.train()(x, labels=classes).loss, model.eval()(x, labels=classes).loss)
+
+
+@pytest.mark.parametrize("kind", [hf.CosformerForMaskedLM, hf.CosformerForTokenClassification])
+@pytest.mark.parametrize("training", [True, False])
+def test_labels_of_tokens_have_their_shape(kind, training):
+    model, labels = toy_model(kind).train(training), torch.zeros(LENGTH, 2).long()
+    with pytest.raises(
+        ValueError, match=r"labels must have the shape \(2, 17\), one for each token; got \(17,"
+    ):
+        model(token_ids(), labels=labels)
+
+
+HEADS = (hf.CosformerForMaskedLM, CLASSIFIER, hf.CosformerForTokenClassification)
+
+
+@pytest.mark.parametrize("kind", HEADS, ids=lambda c: c.__name__)
+def test_heads_give_the_hidden_states_that_are_asked_for(kind):
+    model, x = toy_model(kind, num_labels=3), token_ids()
+    out, want = (m(x, output_hidden_states=True) for m in (model, model.model))
+    assert len(out.hidden_states) == 3 and out.attentions is None
+    assert torch.equal(torch.stack(out.hidden_states), torch.stack(want.hidden_states))
+    assert model(x).hidden_states is None
+    assert len(model(x, output_hidden_states=True, return_dict=False)[1]) == 3
+    labels = torch.tensor([0, 1]) if kind is CLASSIFIER else x % 3
+    assert len(model.train()(x, labels=labels, output_hidden_states=True).hidden_states) == 3
+
+
+def test_a_pair_has_the_hidden_states_of_both():
+    model, a, b = toy_model(hf.CosformerForPairClassification), token_ids(), token_ids(length=9, seed=2)
+    states = model(a, b, output_hidden_states=True).hidden_states
+    assert [state.shape[1] for state in states] == [17] * 3 + [9] * 3
+
+
+@pytest.mark.parametrize("kind", ["mean", "max", "mean-max", "attention"])
+def test_a_text_without_tokens_is_pooled_to_zeros(kind):
+    pooling, hidden, keep = Pooling(kind, 6), torch.randn(2, LENGTH, 6, requires_grad=True), KEEP.clone()
+    keep[1] = 0
+    pooled = pooling(hidden, keep)
+    assert pooled[0].any() and not pooled[1].any()
+    pooled.sum().backward()
+    assert hidden.grad.isfinite().all() and not hidden.grad[1].any()
 
 
 def test_dropout_is_on_the_embeddings_and_on_what_blocks_add():

@@ -1,5 +1,7 @@
 """Generation from what mixers keep: however tokens are fed, moved or taken back, the text is the same."""
 
+import copy
+
 import pytest
 import torch
 
@@ -15,6 +17,7 @@ from cosformer.hf import (
     CosformerForConditionalGeneration,
     CosformerSeq2SeqConfig,
 )
+from cosformer.hf.cache import tensors
 
 VOCAB = 61
 PLAIN = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "forced_eos_token_id": None}
@@ -276,6 +279,68 @@ def test_errors_name_the_cause():
         ValueError, match=r"attention_mask must be a padding mask .* got shape \(1, 1, 20, 20\)"
     ):
         model(prompt(), attention_mask=torch.ones(1, 1, 20, 20))
+
+
+def test_a_mask_of_another_length_is_refused():
+    model, ids = decoder(), prompt(2)
+    for length in (7, 27):
+        said = rf"attention_mask must have the length 20, one for each token; got \(2, {length}\)"
+        with pytest.raises(ValueError, match=said):
+            model(ids, attention_mask=torch.ones(2, length), use_cache=False)
+        with pytest.raises(ValueError, match=said):
+            seq2seq()(ids, attention_mask=torch.ones(2, length), decoder_input_ids=ids)
+        with pytest.raises(ValueError, match="decoder_" + said):
+            seq2seq()(ids, decoder_attention_mask=torch.ones(2, length), decoder_input_ids=ids)
+    for grad in (True, False):  # the general way, and the kernel's
+        with torch.set_grad_enabled(grad):
+            for length in (1, 21):
+                cache = model(ids, use_cache=True).past_key_values
+                model(ids[:, :1], past_key_values=cache, attention_mask=torch.ones(2, length))
+            said = r"length 22, one for each token, 21 of them in the cache, or 1; got \(2, 20\)"
+            with pytest.raises(ValueError, match=said):
+                model(ids[:, :1], past_key_values=cache, attention_mask=torch.ones(2, 20))
+
+
+@pytest.mark.parametrize("kind", ["gated", "hybrid"])
+def test_a_cache_can_be_copied_outside_no_grad(kind):
+    model, ids = decoder(kind), prompt(2)
+    with torch.enable_grad():
+        cache = model(ids, use_cache=True).past_key_values
+        cache.activate_past_recording()
+        model(ids[:, :3], past_key_values=cache)
+        copied = copy.deepcopy(cache)
+        want = model(ids[:, 3:9], past_key_values=cache).logits
+    assert copied.get_seq_length() == 23
+    assert not any(t.requires_grad for layer in copied.layers for t in tensors(layer.kept))
+    torch.testing.assert_close(model(ids[:, 3:9], past_key_values=copied).logits, want)
+    copied.crop(-6)
+    torch.testing.assert_close(model(ids[:, 3:9], past_key_values=copied).logits, want)
+
+
+@pytest.mark.parametrize(
+    ("fields", "rows", "said"),
+    [
+        ({"num_hidden_layers": 4}, 2, "past_key_values is of 3 layers, and this model has 4"),
+        ({"num_hidden_layers": 2}, 2, "past_key_values is of 3 layers, and this model has 2"),
+        ({}, 3, "past_key_values holds 2 rows; got input of 3"),
+        (
+            {"hidden_size": 32},
+            2,
+            "past_key_values holds what mixer 'cosformer' keeps of q, k, v of ",
+        ),
+        ({"mixer": "softmax"}, 2, "this layer's mixer 'softmax' has"),
+        ({"mixer": "elu"}, 2, "this layer's mixer 'elu' has"),
+    ],
+    ids=str,
+)
+def test_a_cache_of_another_model_or_batch_is_refused(fields, rows, said):
+    model, other, ids = decoder(), decoder(**fields), prompt(2)
+    for tokens in (1, 3):
+        for grad in (True, False):
+            with torch.set_grad_enabled(grad):
+                cache = model(ids, use_cache=True).past_key_values
+                with pytest.raises(ValueError, match=said):
+                    other(ids[:1, :tokens].expand(rows, -1), past_key_values=cache)
 
 
 def test_no_limit_without_the_cosine():

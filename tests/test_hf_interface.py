@@ -2,6 +2,7 @@
 
 import copy
 import math
+import re
 
 import pytest
 import torch
@@ -304,3 +305,41 @@ def test_says_once_that_dropout_is_not_applied(mixer, monkeypatch):
         cosformer.hf.attach(model, mixer)
     model(**inputs("bert"))
     assert "dropout of 0.25 in BertSelfAttention is not applied" in said[0]
+
+
+def test_an_architecture_with_attention_of_its_own_is_refused_or_can_be_told():
+    """It would take our mask, which is none, for its own softmax: Bloom's is then not causal."""
+    bloom = tf.BloomConfig(vocab_size=VOCAB, hidden_size=WIDTH, n_layer=2, n_head=HEADS)
+    model = tf.AutoModelForCausalLM.from_config(bloom, attn_implementation="cosformer")
+    with pytest.raises(ValueError, match="BloomModel does not call transformers' attention interface"):
+        model(**inputs("llama"))
+    deberta = tf.AutoModel.from_config(tf.DebertaV2Config(**TOY))  # asks for no mask: the check of the docs
+    deberta.set_attn_implementation("cosformer")
+    assert deberta.config._attn_implementation != "cosformer"
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_a_graph_needs_no_mask(name):
+    """While it is traced transformers cannot see that positions are one sequence, and makes a pattern."""
+    model, given = build(name), inputs(name)
+    want = model(**given, use_cache=False).logits
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(**given, use_cache=False).logits, want)
+    packed = torch.cat([torch.arange(5), torch.arange(LENGTH - 5)]).expand(2, -1)
+    with pytest.raises(RuntimeError, match="packed sequences"):
+        compiled(**given, position_ids=packed, use_cache=False)
+    exported = torch.export.export(model, (), given | {"use_cache": False}).module()
+    torch.testing.assert_close(exported(**given, use_cache=False).logits, want)
+
+
+@pytest.mark.parametrize("decay", [{"a": 1}, [[0.1], 0.1, 0.1, 0.1]], ids=str)
+def test_options_of_another_kind_are_refused(decay):
+    said = (
+        r'config.cosformer\["decay"\] must be None, "ladder", a rate, or a list of rates, one per head; got '
+    )
+    with pytest.raises(TypeError, match=said + re.escape(str(decay))):
+        build("llama", decay=decay)(**inputs("llama"))
+    model = build("llama")
+    model.config.cosformer = 3
+    with pytest.raises(TypeError, match="config.cosformer must be a dict or None; got 3"):
+        model(**inputs("llama"))

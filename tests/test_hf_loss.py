@@ -101,6 +101,15 @@ def test_masked_models_score_the_tokens_that_are_asked_for(items):
         model(input_ids=x, labels=labels[:, :5])
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_without_any_label_there_is_no_loss(training):
+    for loss in ("softmax", "chunked", "one-vs-each"):
+        model, x = toy_model(hf.CosformerForMaskedLM, loss=loss).train(training), token_ids()
+        found = model(input_ids=x, labels=torch.full_like(x, -100)).loss
+        found.backward()
+        assert found == 0 and all(p.grad is None or not p.grad.any() for p in model.parameters())
+
+
 def test_masked_models_have_it_and_heads_without_it_say_so():
     fields = {"loss": "one-vs-each", "loss_samples": 1000}
     model, x = toy_model(hf.CosformerForMaskedLM, **fields).train(), token_ids()

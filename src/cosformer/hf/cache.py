@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -23,6 +24,16 @@ class KeptLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
     kept: Any = None
+
+    def __deepcopy__(self, memo: dict) -> KeptLayer:
+        """Also of tensors that are part of a graph, which torch does not copy: the copy stands outside it."""
+        for t in tensors([*vars(self).values()]):
+            if not t.is_leaf:
+                memo[id(t)] = copy.deepcopy(t.detach(), memo)
+        other: Any = type(self).__new__(type(self))
+        memo[id(self)] = other
+        other.__dict__.update(copy.deepcopy(vars(self), memo))
+        return other
 
     def get_seq_length(self) -> int:
         return 0 if self.kept is None else self.kept.position
@@ -95,6 +106,7 @@ class StreamLayer(KeptLayer):
         self.since: list[Tokens] = []  # ... and what was read after it
         self.replay = False
         self.owned: LayerState | None = None  # what is kept, if nobody else has its tensors
+        self.made_by: tuple | None = None  # the mixer whose it is, and the widths of its q, k and v
 
     @property
     def kept(self) -> LayerState | None:
@@ -145,9 +157,25 @@ class StreamLayer(KeptLayer):
                 "have read it and others have not; begin with a new cache"
             )
 
+    def check_owner(self, interior: Interior, tokens: Tokens) -> None:
+        """Stop where what is kept is of another layer or of other rows."""
+        own = interior.mixer.name, tuple(t.shape[-1] for t in (tokens.q, tokens.k, tokens.v))
+        if self._kept is None or self.made_by is None:
+            self.made_by = own
+        if self.made_by != own:
+            raise ValueError(
+                f"past_key_values holds what mixer {self.made_by[0]!r} keeps of q, k, v of the widths "
+                f"{self.made_by[1]}, and this layer's mixer {own[0]!r} has {own[1]}; pass the cache that "
+                "this model made"
+            )
+        held = None if self._kept is None else next(tensors(self._kept), None)
+        if held is not None and len(held) != len(tokens.x):
+            raise ValueError(f"past_key_values holds {len(held)} rows; got input of {len(tokens.x)}")
+
     def stream(self, interior: Interior, tokens: Tokens) -> Tensor:
         """The next tokens through a layer's interior: their output (B, L, .)."""
         self.check_whole()
+        self.check_owner(interior, tokens)
         if self.replay:  # tokens were taken back: those that stay are read again, and settled
             self.kept = self.origin
             for seen in self.since:
@@ -210,6 +238,7 @@ class StreamLayer(KeptLayer):
     def reset(self) -> None:
         super().reset()
         self.origin, self.since, self.replay, self.owned, self.torn = None, [], False, None, False
+        self.made_by = None
 
 
 class CosformerCache(DynamicCache):

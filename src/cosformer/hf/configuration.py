@@ -6,10 +6,12 @@ The comments beside our fields are short; docs/hugging-face.md has a table of wh
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
+from types import NoneType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from transformers import BartConfig, LlamaConfig
+from transformers.activations import ACT2FN
 
 from .. import mixers
 from .loss import LOSSES
@@ -18,6 +20,19 @@ from .pooling import POOLINGS
 FORMAT = 3  # of a saved model: its fields and the names of its weights
 POSITIONS = ("learned", "none", None)
 BY_TYPE = {"full_attention": "softmax", "sliding_attention": "local"}  # the mixer of a layer of that type
+
+NAMES = 'a str, such as "cosformer" or "cosformer*3, softmax+rope"'
+KINDS: dict[str, tuple[tuple[type, ...], str]] = {  # what our fields may be
+    "mixer": ((str,), NAMES),
+    "encoder_mixer": ((str, NoneType), NAMES + ", or None"),
+    "cross_mixer": ((str, NoneType), 'a str, such as "cosformer-paper", or None'),
+    "mixer_options": ((dict, NoneType), "a dict or None"),
+    "horizon": ((int, float, NoneType), "a number or None"),
+    "short_conv": ((int, NoneType), "an int or None"),
+    "qk_norm": ((bool, NoneType), "True, False or None"),
+    "output_gate": ((bool,), "True or False"),
+    "dropout": ((int, float), "a number"),
+}
 
 
 @dataclass(kw_only=True)
@@ -61,6 +76,21 @@ class CosformerFields:
             known = peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
             known.setdefault(self.model_type, ["q_proj", "v_proj"])
         return super().to_dict()  # type: ignore[misc]
+
+    def check_kinds(self) -> None:
+        """Whether our fields are what they may be: transformers looks only at an architecture's own."""
+        for name, (kinds, wanted) in KINDS.items():
+            value = getattr(self, name, None)
+            is_flag = isinstance(value, bool) and bool not in kinds  # which Python takes for a number
+            if hasattr(self, name) and (is_flag or not isinstance(value, kinds)):
+                raise TypeError(f"{name} must be {wanted}; got {value!r}")
+        if self.short_conv is not None and self.short_conv < 0:
+            raise ValueError(f"short_conv is {self.short_conv}; it must be at least 0, or None")
+        if self.cosformer_format != FORMAT:  # nothing could read what such a configuration saves
+            raise ValueError(
+                f"cosformer_format is {self.cosformer_format}, and this version makes models of format "
+                f"{FORMAT}; leave it out"
+            )
 
     def settle(self, *, layers: int, heads: int, beside: Iterable[str] = ()) -> None:
         """Check the fields, and fill in those that follow from others; `beside` are mixers not in `mixer`."""
@@ -149,13 +179,37 @@ class StackFields(CosformerFields):
     if TYPE_CHECKING:
         num_hidden_layers: int
         num_attention_heads: int
+        num_key_value_heads: int | None
+        head_dim: int | None
+        hidden_act: str
 
     def __post_init__(self, **kwargs):
+        self.check_kinds()
+        self._check_sizes()
         self.settle(layers=self.num_hidden_layers, heads=self.num_attention_heads)
         if self.loss not in LOSSES or not isinstance(self.loss_samples, int) or self.loss_samples < 1:
             given, known = f"{self.loss!r} over {self.loss_samples} samples", ", ".join(map(repr, LOSSES))
             raise ValueError(f"loss is {given}; one of {known}, over 1 sample or more")
         super().__post_init__(**kwargs)  # type: ignore[misc]
+
+    def _check_sizes(self) -> None:
+        """Llama's own checks come too late, and leave some of these to its layers."""
+        heads, groups = self.num_attention_heads, self.num_key_value_heads
+        if heads < 1:
+            raise ValueError(f"num_attention_heads is {heads}; it must be at least 1")
+        if self.head_dim is None and self.hidden_size % heads:
+            raise ValueError(
+                f"hidden_size is {self.hidden_size}, which {heads} heads cannot share evenly; choose a "
+                "multiple of num_attention_heads, or give head_dim"
+            )
+        if groups is not None and (groups < 1 or heads % groups):
+            raise ValueError(
+                f"num_key_value_heads is {groups}; it must divide num_attention_heads, which is {heads}"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}; it must be at least 0 and less than 1")
+        if self.hidden_act not in ACT2FN:
+            raise ValueError(f"hidden_act is {self.hidden_act!r}; one of {', '.join(ACT2FN)}")
 
 
 class CosformerConfig(StackFields, LlamaConfig):
@@ -195,6 +249,7 @@ class CosformerSeq2SeqConfig(CosformerFields, BartConfig):
     cross_mixer: str | None = None  # what reads the source; None is chosen by `cross_mixer_of`
 
     def __post_init__(self, **kwargs):
+        self.check_kinds()
         if self.encoder_mixer is None:
             self.encoder_mixer = self.mixer  # as it was given: below it is unfolded to the decoder's layers
         self.encoder_layer_mixers = mixers.layers(self.encoder_mixer, self.encoder_layers)

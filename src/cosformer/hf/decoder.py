@@ -78,6 +78,8 @@ class CosformerForCausalLM(CosformerPreTrained, LlamaForCausalLM):
         one = isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] == 1
         if not one or type(cache) is not CosformerCache or labels is not None or embeds is not None:
             return False
+        if len(cache.layers) != len(self.model.layers):  # to be refused
+            return False
         if asked.get("use_cache") is False or not isinstance(asked.get("logits_to_keep", 0), int):
             return False
         return self.takes_ids and not asks_for_more(self.config, asked, but=("use_cache", "logits_to_keep"))

@@ -12,13 +12,26 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, mse_loss
-from transformers.modeling_outputs import MaskedLMOutput, SequenceClassifierOutput, TokenClassifierOutput
+from torch.nn.functional import cross_entropy
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPast,
+    MaskedLMOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
 from transformers.models.llama.modeling_llama import LlamaPreTrainedModel, LlamaRMSNorm
 from transformers.utils import can_return_tuple
 
 from .configuration import CosformerEncoderConfig
-from .loss import labelled, without_logits
+from .loss import (
+    check_is_of_classes,
+    check_of_tokens,
+    fitting,
+    labelled,
+    of_texts,
+    problem_of,
+    without_logits,
+)
 from .parallel import labels_of
 from .pooling import Pooling
 from .pretrained import CosformerPreTrained
@@ -35,7 +48,6 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
     config: CosformerEncoderConfig
     accepts_loss_kwargs = False
     has_other_losses = False  # than the softmax of all its logits
-    labels_tokens = True  # a label is of a token, not of a text
 
     def __init__(self, config: CosformerEncoderConfig):
         super().__init__(config)
@@ -50,11 +62,14 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
     def set_input_embeddings(self, value: nn.Module) -> None:
         self.model.embed_tokens = value
 
-    def hidden(self, input_ids=None, attention_mask=None, **kwargs) -> Tensor:
-        """The last block's output (B, L, C)."""
+    def encoded(self, input_ids=None, attention_mask=None, **kwargs) -> BaseModelOutputWithPast:
         kwargs.pop("token_type_ids", None)  # tokenizers of BERT's kind give them; there are no segments here
         kwargs |= {"attention_mask": attention_mask, "return_dict": True}
-        return self.model(input_ids, **kwargs).last_hidden_state
+        return self.model(input_ids, **kwargs)
+
+    def hidden(self, input_ids=None, attention_mask=None, **kwargs) -> Tensor:
+        """The last block's output (B, L, C)."""
+        return self.encoded(input_ids, attention_mask, **kwargs).last_hidden_state
 
     def read_off(self, hidden: Tensor, layer: Any, labels: Tensor | None, items: Any = None) -> dict:
         """Loss and logits of an output layer; no logits in training without the plain softmax.
@@ -63,34 +78,38 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
         """
         if labels is None:
             return {"logits": layer(hidden)}
-        if self.labels_tokens:
-            items = labels_of(self.model.sequence_group, labels, items)
+        check_of_tokens(hidden, labels)
+        items = labels_of(self.model.sequence_group, labels, items)
         if self.training and self.config.loss != "softmax":
             return {"loss": without_logits(self.config, hidden, layer, labels, items)}
         logits = layer(hidden)
-        if self.labels_tokens:
-            whole = "mean" if items is None else "sum"
-            loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction=whole)
-            loss = loss if items is None else loss / items
-        elif self.num_labels == 1:
-            loss = mse_loss(logits.squeeze(-1).float(), labels.float())
-        else:
-            loss = cross_entropy(logits.float(), labels)
-        return {"loss": loss, "logits": logits}
+        if items is None:
+            items = (labels != -100).sum().clamp_min(1)  # without any the loss is 0, not NaN
+        loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
+        return {"loss": loss / items, "logits": logits}
 
 
 class TextHead(EncoderHead):
-    """Abstract: a head that reads one vector a text, and tells its class, or one number (`num_labels` 1)."""
-
-    labels_tokens = False
+    """Abstract: a head that reads one vector a text, and tells its class, its classes or numbers, as
+    `config.problem_type` says."""
 
     def __init__(self, config: CosformerEncoderConfig):
         super().__init__(config)
         self.pooling = Pooling(config.pooling, config.hidden_size)
 
-    def pooled(self, input_ids=None, attention_mask=None, **kwargs) -> Tensor:
-        hidden = self.hidden(input_ids, attention_mask, **kwargs)
+    def pooled(self, hidden: Tensor, attention_mask: Tensor | None) -> Tensor:
         return self.pooling(hidden, attention_mask, self.model.sequence_group)
+
+    def read_off(self, hidden: Tensor, layer: Any, labels: Tensor | None, items: Any = None) -> dict:
+        if labels is None:
+            return {"logits": layer(hidden)}
+        kind = problem_of(self.config, labels)
+        labels = fitting(labels, kind, texts=len(hidden), classes=self.num_labels)
+        if self.training and self.config.loss != "softmax":
+            check_is_of_classes(self.config, kind)
+            return {"loss": without_logits(self.config, hidden, layer, labels)}
+        logits = layer(hidden)
+        return {"loss": of_texts(kind, logits, labels), "logits": logits}
 
 
 class CosformerForMaskedLM(EncoderHead):
@@ -119,12 +138,14 @@ class CosformerForMaskedLM(EncoderHead):
         """`num_items_in_batch`, from the Trainer: the hidden tokens of all processes and accumulated batches
         together; the loss is this batch's share of their mean. In training there are no logits beside a loss:
         six of seven tokens are not asked for, and their scores are most of the work."""
-        hidden = self.hidden(input_ids, attention_mask, **kwargs)
-        training = self.training and labels is not None
+        encoded = self.encoded(input_ids, attention_mask, **kwargs)
+        hidden, training = encoded.last_hidden_state, self.training and labels is not None
         if training:
             hidden, labels = labelled(hidden, labels)
         found = self.read_off(self.head(hidden), self.decoder, labels, num_items_in_batch)
-        return MaskedLMOutput(loss=found["loss"]) if training else MaskedLMOutput(**found)
+        if training:
+            found.pop("logits", None)
+        return MaskedLMOutput(**found, hidden_states=encoded.hidden_states)
 
 
 class CosformerForSequenceClassification(TextHead):
@@ -132,16 +153,17 @@ class CosformerForSequenceClassification(TextHead):
 
     def __init__(self, config: CosformerEncoderConfig):
         super().__init__(config)
-        if config.loss != "softmax" and config.num_labels < 2:
-            raise ValueError(f'loss is "{config.loss}", of classes; num_labels is {config.num_labels}')
+        check_is_of_classes(config, config.problem_type)
         self.dropout = nn.Dropout(config.dropout)
         self.classifier = nn.Linear(self.pooling.size, config.num_labels)
         self.post_init()
 
     @can_return_tuple
     def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs) -> SequenceClassifierOutput:
-        pooled = self.dropout(self.pooled(input_ids, attention_mask, **kwargs))
-        return SequenceClassifierOutput(**self.read_off(pooled, self.classifier, labels))
+        encoded = self.encoded(input_ids, attention_mask, **kwargs)
+        pooled = self.dropout(self.pooled(encoded.last_hidden_state, attention_mask))
+        found = self.read_off(pooled, self.classifier, labels)
+        return SequenceClassifierOutput(**found, hidden_states=encoded.hidden_states)
 
 
 class CosformerForTokenClassification(EncoderHead):
@@ -153,8 +175,9 @@ class CosformerForTokenClassification(EncoderHead):
 
     @can_return_tuple
     def forward(self, input_ids=None, attention_mask=None, labels=None, **kwargs) -> TokenClassifierOutput:
-        hidden = self.dropout(self.hidden(input_ids, attention_mask, **kwargs))
-        return TokenClassifierOutput(**self.read_off(hidden, self.classifier, labels))
+        encoded = self.encoded(input_ids, attention_mask, **kwargs)
+        found = self.read_off(self.dropout(encoded.last_hidden_state), self.classifier, labels)
+        return TokenClassifierOutput(**found, hidden_states=encoded.hidden_states)
 
 
 class CosformerForPairClassification(TextHead):
@@ -175,7 +198,11 @@ class CosformerForPairClassification(TextHead):
         labels=None,
         **kwargs,
     ) -> SequenceClassifierOutput:
-        a = self.pooled(input_ids, attention_mask, **kwargs)
-        b = self.pooled(pair_input_ids, pair_attention_mask, **kwargs)
+        """Hidden states, where asked for, are those of the first text and then those of the second."""
+        first = self.encoded(input_ids, attention_mask, **kwargs)
+        second = self.encoded(pair_input_ids, pair_attention_mask, **kwargs)
+        a = self.pooled(first.last_hidden_state, attention_mask)
+        b = self.pooled(second.last_hidden_state, pair_attention_mask)
         pair = torch.cat([a, b, a * b, a - b], -1)
-        return SequenceClassifierOutput(**self.read_off(pair, self.classifier, labels))
+        states = None if first.hidden_states is None else (*first.hidden_states, *second.hidden_states)
+        return SequenceClassifierOutput(**self.read_off(pair, self.classifier, labels), hidden_states=states)

@@ -18,12 +18,13 @@ mixer, as a submodule that is saved with the rest, and switches to it.
 """
 
 import math
+import sys
 from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import MODEL_MAPPING, AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 from transformers.utils import logging
 
@@ -56,10 +57,16 @@ def attach(model: PreTrainedModel, name: str, **options) -> PreTrainedModel:
 
     >>> attach(AutoModelForCausalLM.from_config(config), "performer", features=128)
     """
+    # the mark of what calls the interface
+    layers: list[Any] = [m for m in model.modules() if hasattr(m, "is_causal") and hasattr(m, "config")]
+    if not layers:
+        raise ValueError(
+            f"{type(model).__name__} has no layer that calls transformers' attention interface: "
+            f"mixer {name!r} would never be used; attach it to another architecture, such as Llama or BERT"
+        )
     enter(f"cosformer:{name}")
-    for module in model.modules():
-        if hasattr(module, "is_causal") and hasattr(module, "config"):  # the mark of what calls the interface
-            module.mixer = _build(module, name, options)
+    for module in layers:
+        module.mixer = _build(module, name, options)
     model.set_attn_implementation(f"cosformer:{name}")
     return model
 
@@ -147,7 +154,17 @@ def mask(
     **kwargs,
 ) -> Tensor | None:
     """transformers' mask function: the padding mask (B, S), True = keep, or None where nothing is padded."""
+    if not torch.compiler.is_compiling():
+        kind: Any = type(kwargs.get("config"))
+        check_calls_interface(kind)
     if mask_function not in (causal_mask_function, bidirectional_mask_function):
+        alone = attention_mask is None and isinstance(q_offset, int) and q_length == kv_length  # no cache
+        if torch.compiler.is_compiling() and alone and _is_joined(mask_function, kwargs):
+            rows = torch.arange(batch_size, device=kwargs.get("device"))
+            last = torch.full_like(rows, q_length - 1)
+            whole = mask_function(rows, torch.zeros_like(rows), last, torch.zeros_like(rows))
+            torch._assert_async(whole.all(), PACKED)  # a graph's own way to refuse
+            return None
         # Another pattern. Some architectures make masks that no layer uses, so this one is refused where a
         # layer does: its shape says what it is, and it holds one element.
         return torch.empty((), dtype=torch.bool, device=kwargs.get("device")).expand(
@@ -167,6 +184,40 @@ def mask(
             f"attention_mask has length {attention_mask.shape[-1]}, but there are {kv_length} keys"
         )
     return padding(attention_mask)
+
+
+def _is_joined(mask_function, kwargs: dict) -> bool:
+    """Whether a pattern may be the one that transformers makes, while it is traced, of positions that it
+    cannot see: causal, and within packed sequences. Then a row is one sequence if its last token sees the
+    first. What a caller adds to a pattern sets `use_vmap`."""
+    return mask_function.__name__ == "and_mask" and not kwargs.get("use_vmap")
+
+
+PACKED = (
+    "position_ids mark packed sequences, or a window is shorter than the text, which cosformer attention "
+    "cannot honour in this architecture"
+)
+
+
+@lru_cache  # it reads source text
+def check_calls_interface(config: type) -> None:
+    """Stop an architecture that asks for a mask, but for a softmax of its own: without one it would see all.
+
+    One that asks for no mask either cannot be stopped here; docs/hugging-face.md says how to tell.
+    """
+    try:
+        known: Any = MODEL_MAPPING.get(config, ())
+    except (AttributeError, ValueError):  # transformers names some classes that it does not have
+        return
+    for model in known if isinstance(known, tuple) else (known,):
+        # transformers' own guess takes a source with some other attention, too, for one that never calls it
+        calls = hasattr(sys.modules.get(model.__module__), "ALL_ATTENTION_FUNCTIONS")
+        if not calls and not model._can_set_attn_implementation():
+            raise ValueError(
+                f"{model.__name__} does not call transformers' attention interface but attends by itself, "
+                'so attn_implementation="cosformer" does not reach its layers; use another architecture, '
+                "such as Llama or BERT"
+            )
 
 
 def padding(attention_mask: Tensor) -> Tensor | None:
@@ -221,6 +272,8 @@ def is_cross_attention(module: nn.Module, *, causal: bool) -> bool:
 def self_options(config, *, heads: int, device: torch.device) -> dict:
     """The operator's arguments from `config.cosformer`."""
     given = getattr(config, "cosformer", None) or {}
+    if not isinstance(given, dict):
+        raise TypeError(f"config.cosformer must be a dict or None; got {given!r}")
     if unknown := set(given) - set(OPTIONS):
         raise ValueError(f"config.cosformer has unknown {sorted(unknown)}; it may have {', '.join(OPTIONS)}")
     decay, horizon = given.get("decay"), given.get("horizon")
@@ -233,6 +286,12 @@ def self_options(config, *, heads: int, device: torch.device) -> dict:
     if decay is None:
         return {"horizon": horizon, "decay": None}
     spec = tuple(decay) if isinstance(decay, list) else decay
+    several = list | dict | set  # what is remembered must be hashable
+    if isinstance(spec, several) or (isinstance(spec, tuple) and any(isinstance(r, several) for r in spec)):
+        raise TypeError(
+            'config.cosformer["decay"] must be None, "ladder", a rate, or a list of rates, one per head; '
+            f"got {decay!r}"
+        )
     span = span_of(horizon_list(horizon, heads), otherwise=math.inf)
     if span == math.inf and decay == "ladder":  # without a cosine the positions say how far
         span = max_positions(config)

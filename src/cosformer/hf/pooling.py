@@ -9,8 +9,6 @@ normed-mean  the mean with batch normalisation: the means of thousands of tokens
              text
 """
 
-import math
-
 import torch
 from torch import Tensor, distributed, nn
 from torch.distributed.nn.functional import all_reduce
@@ -76,7 +74,8 @@ class Pooling(nn.Module):
             first = keep.int().argmax(1, keepdim=True).expand(-1, 1, hidden.shape[2])
             return hidden.gather(1, first).squeeze(1)
         if self.score is not None:
-            weight = self.score(hidden).masked_fill(~keep, -math.inf).softmax(1)
+            least = torch.finfo(hidden.dtype).min  # not -inf: a text may have no token, and is zeros then
+            weight = self.score(hidden).masked_fill(~keep, least).softmax(1)
             return (weight * hidden.masked_fill(~keep, 0)).sum(1)
         if self.kind == "max":
             return largest(hidden, keep, group)
@@ -94,10 +93,12 @@ class Pooling(nn.Module):
 
 
 def largest(hidden: Tensor, keep: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
-    """The largest value of each channel over the tokens kept, in all processes."""
+    """The largest value of each channel over the tokens kept, in all processes; 0 where there are none."""
     least = torch.finfo(hidden.dtype).min
     values = hidden.masked_fill(~keep, least)
     if group is None:
-        return values.amax(1)
-    values = nn.functional.pad(values, (0, 0, 0, 1), value=least)  # a process may have no token
-    return gathered(values.amax(1), group).amax(0)
+        found = values.amax(1)
+    else:
+        values = nn.functional.pad(values, (0, 0, 0, 1), value=least)  # a process may have no token
+        found = gathered(values.amax(1), group).amax(0)
+    return found.masked_fill(found == least, 0)

@@ -153,3 +153,18 @@ def check_call(config, asked: dict, cache=None, **masks: Tensor | None) -> None:
         raise TypeError(
             f"past_key_values must be the cache model.new_cache() makes; got {type(cache).__name__}"
         )
+    if cache is not None and len(cache.layers) != len(config.layer_mixers):
+        raise ValueError(
+            f"past_key_values is of {len(cache.layers)} layers, and this model has "
+            f"{len(config.layer_mixers)}; pass the cache that this model made"
+        )
+
+
+def check_mask_length(name: str, mask: Tensor | None, length: int, *, cached: int = 0) -> None:
+    """Stop where a mask is not of these tokens, with those in the cache or without them."""
+    if mask is not None and mask.shape[1] not in (cached + length, length):
+        seen = f", {cached} of them in the cache, or {length}" if cached else ""
+        raise ValueError(
+            f"{name} must have the length {cached + length}, one for each token{seen}; "
+            f"got {tuple(mask.shape)}"
+        )

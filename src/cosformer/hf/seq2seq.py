@@ -13,7 +13,14 @@ from transformers.models.bart.modeling_bart import (
 from .cache import encoder_decoder_cache
 from .configuration import CosformerSeq2SeqConfig
 from .interface import padding
-from .pretrained import CosformerPreTrained, attend, check_call, check_learned_positions, new_interior
+from .pretrained import (
+    CosformerPreTrained,
+    attend,
+    check_call,
+    check_learned_positions,
+    check_mask_length,
+    new_interior,
+)
 
 
 class CosformerSeq2SeqAttention(BartAttention):
@@ -75,7 +82,8 @@ class CosformerSeq2SeqEncoder(CosformerPreTrained, BartEncoder):
 
     def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, **kwargs):
         check_call(self.config, kwargs, attention_mask=attention_mask)
-        check_length(self.config, input_ids=input_ids, inputs_embeds=inputs_embeds)
+        length = check_length(self.config, input_ids=input_ids, inputs_embeds=inputs_embeds)
+        check_mask_length("attention_mask", attention_mask, length)
         # Masks go by names of our own: where BART's are traced they become L x L.
         return super().forward(input_ids, inputs_embeds=inputs_embeds, key_mask=attention_mask, **kwargs)
 
@@ -105,7 +113,11 @@ class CosformerSeq2SeqDecoder(CosformerPreTrained, BartDecoder):
         masks = {"decoder_attention_mask": attention_mask, "attention_mask": encoder_attention_mask}
         check_call(self.config, kwargs, own, **masks)
         given = {"decoder_input_ids": input_ids, "decoder_inputs_embeds": inputs_embeds}
-        check_length(self.config, cached=0 if own is None else own.get_seq_length(), **given)
+        cached = 0 if own is None else own.get_seq_length()
+        length = check_length(self.config, cached=cached, **given)
+        check_mask_length("decoder_attention_mask", attention_mask, length, cached=cached)
+        if encoder_hidden_states is not None:
+            check_mask_length("attention_mask", encoder_attention_mask, encoder_hidden_states.shape[1])
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if use_cache and past_key_values is None:
@@ -145,11 +157,14 @@ class CosformerForConditionalGeneration(CosformerPreTrained, BartForConditionalG
         return encoder_decoder_cache(len(self.config.layer_mixers))
 
 
-def check_length(config: CosformerSeq2SeqConfig, *, cached: int = 0, **given: Tensor | None) -> None:
+def check_length(config: CosformerSeq2SeqConfig, *, cached: int = 0, **given: Tensor | None) -> int:
+    """How many tokens are given, by one name or another, if positions are learned for them."""
+    length = 0
     for name, tokens in given.items():
         if tokens is not None:
-            most = config.max_position_embeddings
-            check_learned_positions(name, cached + tokens.shape[1], most, cached=cached)
+            length, most = tokens.shape[1], config.max_position_embeddings
+            check_learned_positions(name, cached + length, most, cached=cached)
+    return length
 
 
 def own_tokens(cache):

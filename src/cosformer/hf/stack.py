@@ -22,7 +22,14 @@ from transformers.models.llama.modeling_llama import (
 from ..ops.norm import rms_norm
 from ..ops.shard import LIMIT, Shard
 from .parallel import shard_of
-from .pretrained import CosformerPreTrained, attend, check_call, check_learned_positions, new_interior
+from .pretrained import (
+    CosformerPreTrained,
+    attend,
+    check_call,
+    check_learned_positions,
+    check_mask_length,
+    new_interior,
+)
 from .step import next_token
 
 
@@ -116,10 +123,11 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
         if use_cache and past_key_values is None:
             past_key_values = self.new_cache()
         embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        cached = 0 if past_key_values is None else past_key_values.get_seq_length()
+        check_mask_length("attention_mask", attention_mask, embedded.shape[1], cached=cached)
         shard = shard_of(self, embedded, attention_mask, position_ids, past_key_values) if shared else None
         if self.config.positions == "learned":
-            before = 0 if past_key_values is None else past_key_values.get_seq_length()
-            before = before if shard is None else shard.offset
+            before = cached if shard is None else shard.offset
             if position_ids is None and attention_mask is not None:
                 position_ids = unpadded(attention_mask, embedded.shape[1], before, shard)
             embedded = embedded + self.position_vectors(embedded, position_ids, before)

@@ -48,6 +48,8 @@ def next_logits(
     """The logits (B, 1, vocabulary) after tokens ids (B, 1), or None where the model must be called."""
     if model.training or not ids.is_cpu or ids.dtype != torch.int64 or (mask is not None and mask.ndim != 2):
         return None
+    if mask is not None and mask.shape[1] not in (1, cache.get_seq_length() + 1):
+        return None  # to be refused
     ready = ready_for_ids(model, cache, len(ids))
     if ready is None or (mask is not None and padding(mask[:, -1:]) is not None):
         return None
