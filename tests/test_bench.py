@@ -130,6 +130,8 @@ def test_models_with_rounded_weights(tmp_path, capsys):
         SystemExit, match="--work forward is not for models; some of training, decoding, generating"
     ):
         bench.main(["--models", "--work", "forward"])
+    with pytest.raises(SystemExit, match="--size huge is unknown; one of toy, tiny"):
+        bench.main(["--models", "--size", "huge"])
 
 
 def test_the_weights_that_a_token_needs():

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import torch
 
-from ..hf.sizes import SIZES
 from ..mixers import pattern
 from ..ops.operator import backend_problem
 from ..results import Cost, Row, Shared, Writer, of
@@ -67,7 +66,7 @@ def parser() -> argparse.ArgumentParser:
         " are causal (default: both)")
     add("--work", nargs="+", choices=[*WORKS, "generating"], help="of operators and models (default: all they"
         " have); training is forward and backward, decoding one token, generating a token of `generate`")
-    add("--size", choices=list(SIZES), help="of --models (default: 4 layers of width 256)")
+    add("--size", metavar="NAME", help="of --models, as of `train` (default: 4 layers of width 256)")
     add("--weights", nargs="+", choices=WEIGHTS, default=["float32"], help="of --models, for generating"
         " (default: float32)")
     add("--contexts", nargs="+", type=_count, metavar="N", help="of --models: tokens before those decoded")

@@ -217,6 +217,8 @@ def cache_bytes(cache: DynamicCache) -> int:
 
 def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
     """Training steps, then decoding after each context."""
+    if args.size not in (None, *SIZES):
+        raise SystemExit(f"bench: --size {args.size} is unknown; one of {', '.join(SIZES)}")
     mixers, size = args.models or MIXERS, SIZES[args.size] if args.size else SIZE
     lengths, contexts = args.lengths or LENGTHS, args.contexts or (CONTEXTS[:1] if args.quick else CONTEXTS)
     for length in lengths if "training" in args.work else ():

@@ -112,6 +112,8 @@ class Mixer(nn.Module):
         if q.shape[2] != k.shape[2]:
             told = f"q has length {q.shape[2]} and k has {k.shape[2]}"
             raise ValueError(f"{told}; a stream takes as many queries as keys")
+        if q.shape[2] == 0 and state is not None:
+            return v.new_empty(*q.shape[:3], v.shape[-1]), state
         q, k, v = self._prepare(q, k, v, key_mask, offset=0 if state is None else state.position)
         return self.step(q, k, v, state, x=x, key_mask=key_mask)
 
