@@ -125,11 +125,11 @@ def full(root: str) -> list[Subject]:
     return [
         bytes_,
         dataclasses.replace(
-            ablated, name="wikitext2-lm-conv", title="The same, with convolution and norms",
+            ablated, name="wikitext2-lm-conv", title="WikiText-2 bytes, with convolution and norms",
             fields={"short_conv": 4, "qk_norm": True}, only=("softmax+rope",),
         ),
         dataclasses.replace(
-            ablated, name="wikitext2-lm-bare", title="The same, without convolution and norms",
+            ablated, name="wikitext2-lm-bare", title="WikiText-2 bytes, without convolution and norms",
             fields={"short_conv": 0, "qk_norm": False}, only=("cosformer",),
         ),
         Subject(
