@@ -67,6 +67,13 @@ def test_rounded_weights(directory, capsys, weights):
     assert capsys.readouterr().out == tokenizer.decode(out[0, 3:], skip_special_tokens=True) + "\n"
 
 
+def test_int8_is_for_our_decoder(tmp_path, tokenizer, capsys):
+    LlamaForCausalLM(LlamaConfig(vocab_size=len(tokenizer), **SIZES)).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    said = fails(capsys, "--model", str(tmp_path), "--prompt", "x", "--weights", "int8")
+    assert "--weights int8: model is a LlamaForCausalLM; to_int8 takes a CosformerForCausalLM" in said
+
+
 def test_seed_decides_a_sample(directory, capsys):
     texts = []
     for seed in ("1", "1", "2"):

@@ -83,20 +83,6 @@ def new_tokens(config, *, prompt: int, asked: int | None) -> int:
     return asked
 
 
-def rounded(model, weights: str):
-    """The model with narrower weights; SystemExit where int8 is not for it."""
-    import torch
-
-    from .hf import to_int8
-
-    if weights == "bfloat16":
-        return model.to(torch.bfloat16)
-    try:
-        return to_int8(model)
-    except (TypeError, ValueError) as error:
-        raise SystemExit(f"--weights int8: {error}") from error
-
-
 def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser("cosformer generate", description=__doc__)
     add = p.add_argument
@@ -129,7 +115,12 @@ def main(argv: list[str]) -> None:
         p.error("--prompt is empty; there is nothing to continue")
     model, tokenizer = load(given.model)
     if given.weights is not None:
-        model = rounded(model, given.weights)
+        from .hf.int8 import rounded
+
+        try:
+            model = rounded(model, given.weights)
+        except (TypeError, ValueError) as error:
+            raise SystemExit(f"--weights {given.weights}: {error}") from error
 
     import torch
     from transformers import TextStreamer

@@ -87,7 +87,7 @@ def settings(argv: list[str] | None) -> argparse.Namespace:
     args.kind = asked[0] if asked else "operators"
     args.seconds = args.seconds or (10.0 if args.quick else 60.0)
     args.causal = args.causal or ("yes" if args.quick else "both")
-    known = {"operators": WORKS, "models": OF_MODELS}.get(args.kind, WORKS)
+    known = OF_MODELS if args.kind == "models" else WORKS
     for work in args.work or ():
         if work not in known:
             raise SystemExit(f"bench: --work {work} is not for {args.kind}; some of {', '.join(known)}")

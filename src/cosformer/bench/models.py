@@ -20,7 +20,8 @@ from typing import Any, cast
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
-from ..hf import CosformerConfig, CosformerForCausalLM, to_int8
+from ..hf import CosformerConfig, CosformerForCausalLM
+from ..hf.int8 import rounded
 from ..hf.sizes import SIZES, Size
 from ..results import Cost
 from .measure import Say, Work, in_turns, measured
@@ -120,10 +121,6 @@ def generating(
         bound = 1e3 * bytes_[mixer, kind] / speed
         rows.append(row(mixer=mixer, dtype=kind, **(fields | a_token), bound_ms=bound))
     return rows
-
-
-def rounded(model: Any, weights: str) -> Any:
-    return to_int8(model) if weights == "int8" else model.to(getattr(torch, weights))
 
 
 def generator(model: Any, context: int) -> Work:

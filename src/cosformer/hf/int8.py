@@ -40,6 +40,11 @@ class Int8Linear(nn.Module):
         )
 
 
+def rounded(model: Model, weights: str) -> Model:
+    """The model with weights of this kind: float32, bfloat16, or int8 where it can have them."""
+    return to_int8(model) if weights == "int8" else model.to(getattr(torch, weights))
+
+
 def to_int8(model: Model) -> Model:
     """Round the weights of all blocks and of the output layer, in place; embeddings and norms stay.
 
