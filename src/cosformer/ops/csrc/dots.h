@@ -41,14 +41,6 @@ inline float to_float(int8_t x) { return x; }
 // Bytes that weights are asked for ahead of their use: the processor itself looks ahead no further than a page, and begins anew with each.
 constexpr int64_t AHEAD = 8192;
 
-inline float total(vec x) {
-    float halves[W];
-    store(halves, x);
-    for (int h = W / 2; h; h /= 2)
-        for (int i = 0; i < h; i++) halves[i] += halves[i + h];
-    return halves[0];
-}
-
 // dots of w with N rows of x, all of n numbers
 template <int N, class T>
 inline void dots(const T *w, const float *x, int64_t n, float *y) {
@@ -66,7 +58,7 @@ inline void dots(const T *w, const float *x, int64_t n, float *y) {
     for (; i + W <= n; i += W)
         for (int r = 0; r < N; r++) sums[r][0] += load(w + i) * load(x + r * n + i);
     for (int r = 0; r < N; r++) {
-        float s = total((sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]));
+        float s = sum((sums[r][0] + sums[r][1]) + (sums[r][2] + sums[r][3]));
         for (int64_t j = i; j < n; j++) s += to_float(w[j]) * x[r * n + j];
         y[r] = s;
     }

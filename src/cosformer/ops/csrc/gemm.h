@@ -27,9 +27,11 @@ inline vec load(const float *p) { return *reinterpret_cast<const loose_vec *>(p)
 inline void store(float *p, vec x) { *reinterpret_cast<loose_vec *>(p) = x; }
 
 inline float sum(vec x) {
-    float s = 0;
-    for (int i = 0; i < W; i++) s += x[i];
-    return s;
+    float halves[W];
+    store(halves, x);
+    for (int h = W / 2; h; h /= 2)
+        for (int i = 0; i < h; i++) halves[i] += halves[i + h];
+    return halves[0];
 }
 
 inline float dot(const float *a, const float *b, int64_t n) {

@@ -48,9 +48,9 @@ struct Sequence {
     bool is_pairwise() const {
         return !causal && !state_in.data && !state_out.data && !dout.data && L == S && !q_offset && is_short(rate ? 2 * F : F);
     }
-    int64_t chunk() const {  // measured: D = E = 64; a chunk's own pairs cost more the longer it is
+    int64_t chunk() const {  // measured: D = E = 64; a chunk's own pairs cost more the longer it is, and come in strips of COLS
         if (is_pairwise() || (is_ordered() && is_short((!state_in.data + !state_out.data) * F * 3 / 4))) return std::max(q_offset + L, S);
-        return !is_ordered() ? 72 : D > 64 || E > 64 || COLS > 16 ? 64 : 48;
+        return !is_ordered() ? 72 : COLS > 16 ? COLS : D > 64 || E > 64 ? 64 : 48;
     }
 };
 

@@ -123,7 +123,7 @@ class Total {
     }
 
   private:
-    static constexpr int WIDE = 2 * COLS;  // of the strips: with two parts, a cache line of a row
+    static constexpr int WIDE = COLS > 16 ? COLS : 2 * COLS;  // of the strips: with two parts, a cache line of a row
 
     struct Lines { const float *at = nullptr; int64_t ld = 0; };  // rows of floats
     struct Target { float *at; int64_t ld; };
@@ -135,7 +135,7 @@ class Total {
 
     float *left;                    // rows on the left of a product: [v, 1], dy, f(q) or f(k)
     float *x, *y;                   // rows that cannot be read where they are, or be written where they shall be
-    float *strips;                  // weighed rows, two strips at a time
+    float *strips;                  // weighed rows, WIDE columns at a time
     float *by[2], *scaled[2], *z;   // per position: cosine and sine, the same by the normaliser, the normaliser
     float *states[2], *lost[2] = {nullptr, nullptr};
     float *turned;                  // (D x E), its columns as those of a state
