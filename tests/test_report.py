@@ -132,6 +132,16 @@ def test_many_tasks_are_counted():
     assert "wins 3 of 4 comparisons of quality (recall, 3 of 3 settings)." in said(*versus(7.0, 7.7), *recall)
 
 
+def test_what_is_no_contest_stands_in_no_verdict(tmp_path):
+    part = quality("softmax+rope", 3.8, group="parts", title="with norms")
+    measured = Measured([*versus(7.0, 7.7), part, quality(title="alone")])
+    told = " ".join(summary.paragraphs(measured))
+    assert "with norms" not in told and "alone (softmax + RoPE not measured)" in told
+    assert [title for title, _ in tables.verdicts(measured).rows[""]] == ["lm"]
+    report.write_page([*versus(7.0, 7.7), part], tmp_path / "page.html")
+    assert "with norms" in (tmp_path / "page.html").read_text()
+
+
 def decodings(*contexts) -> list[results.Row]:
     sizes = [("cosformer", lambda n: 524_288), ("softmax", lambda n: 8192 * n)]
     return [cost(m, n, n / 100, work="decoding", cache_bytes=size(n)) for m, size in sizes for n in contexts]

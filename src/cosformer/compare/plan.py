@@ -15,7 +15,7 @@ class Subject:
     """A task with the size, batch and optimiser that every mixer gets."""
 
     name: str
-    group: str  # of the report: lm, finetune, lra, recall, seq2seq, toy
+    group: str  # of the report: lm, finetune, lra, recall, seq2seq, parts, toy
     title: str
     data: str  # in words
     task: str
@@ -109,7 +109,7 @@ def full(root: str) -> list[Subject]:
         seeds=(0, 1, 2), test_examples=512, by_position=True,
     )
     # What the convolution and the norms alone are worth: to softmax, and to us.
-    ablated = dataclasses.replace(bytes_, seeds=(0,), by_position=False, search_on=bytes_)
+    ablated = dataclasses.replace(bytes_, group="parts", seeds=(0,), by_position=False, search_on=bytes_)
     spelling = Subject(
         name="cmudict", group="seq2seq", title="Spelling to phonemes, by cross attention", task="seq2seq",
         data="CMUdict", settings={"data": f"{root}/cmudict", "length": 40, "target_length": 96,
@@ -118,7 +118,7 @@ def full(root: str) -> list[Subject]:
         training=ALIKE, steps=4_000, eval_examples=256, test_examples=1_000,
     )
     many = Subject(
-        name="wikitext2-lm-30000", group="lm", title="WikiText-2 language model, 30,000 tokens", task="lm",
+        name="wikitext2-lm-30000", group="parts", title="WikiText-2 language model, 30,000 tokens", task="lm",
         data="WikiText-2", settings={**wikitext, "length": 256, "tokenizer": "bpe:30000"}, batch=8,
         rates=(5e-4, 1e-3, 2e-3), steps=400, test_examples=256, only=("cosformer",),
     )
@@ -180,6 +180,7 @@ def full(root: str) -> list[Subject]:
         spelling,
         dataclasses.replace(
             spelling, name="cmudict-cosine", title="Spelling to phonemes, cross attention with the cosine",
+            group="parts",
             fields={**spelling.fields, "cross_mixer": "cosformer-paper"}, search_on=spelling,
             only=("cosformer-paper", "cosformer"),
         ),

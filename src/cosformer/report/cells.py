@@ -18,6 +18,7 @@ GROUPS = {  # of tasks, in the order of the page
     "lra": "Long-Range Arena",
     "recall": "Recall",
     "seq2seq": "Cross attention",
+    "parts": "What parts of the model are worth",
     "toy": "Toy tasks",
 }
 TIE = 0.005  # of the value; nothing smaller is a difference, but of shares, whose errors are known
@@ -120,6 +121,11 @@ class Measured:
 
     def group(self, name: str) -> list[Experiment]:
         return [e for e in self.experiments if e.row.group == name]
+
+    @property
+    def verdicts(self) -> list["Verdict"]:
+        """cosFormer beside softmax, task by task; studies of a part are no contest between the two."""
+        return [verdict(e) for e in self.experiments if e.row.group != "parts"]
 
 
 def _cost(row: results.Shared) -> results.Cost:

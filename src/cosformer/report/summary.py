@@ -5,7 +5,7 @@ cost with softmax + RoPE if it was measured.
 """
 
 from . import costs
-from .cells import Measured, Verdict, verdict
+from .cells import Measured, Verdict
 from .style import listed, metric_name, name, percent, sentence
 
 MANY = 3  # settings of recall that are counted, not listed
@@ -14,7 +14,7 @@ WORKS = (("training", "trains", "at length {}"), ("decoding", "decodes", "after 
 
 def paragraphs(measured: Measured) -> list[str]:
     """The summary: what is gained and what softmax wins; where we win or tie; what cannot be compared."""
-    verdicts = [verdict(e) for e in measured.experiments]
+    verdicts = measured.verdicts
     contests = [v for v in verdicts if v.outcome in ("better", "tie", "worse")]
     gained, lost, missing = _costs(measured)
     found = [

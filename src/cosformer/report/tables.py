@@ -7,7 +7,7 @@ from typing import Any
 
 from ..results import Cost, Exactness, Quality, Shared
 from . import costs
-from .cells import TIE, Cell, Experiment, Measured, change, span, verdict
+from .cells import TIE, Cell, Experiment, Measured, change, span
 from .style import NOTHING, count, digits, ident, looks, metric_name, name, percent, score, times
 from .table import Column, Entry, Lines, Table
 
@@ -17,10 +17,11 @@ SHOWN = ("cosformer", "cosformer-hybrid", "cosformer-hybrid+rope", "cosformer-pa
 
 def verdicts(measured: Measured) -> Table | None:
     """The summary, task by task: the outcome, and what the mixers of most interest reached."""
-    mixers = [m for m in SHOWN if any((cell := e.cell(m)) and cell.value for e in measured.experiments)]
+    decided = [found for found in measured.verdicts if found.outcome != "not compared"]
+    tried = [found.experiment for found in decided]
+    mixers = [m for m in SHOWN if any((cell := e.cell(m)) and cell.value for e in tried)]
     rows: Lines = []
-    for e in measured.experiments:
-        found = verdict(e)
+    for e, found in zip(tried, decided):
         entries = [Entry(found.outcome, badge=ident(found.outcome)), Entry(found.difference)]
         entries.append(Entry(metric_name(e.row.metric)))
         for cell in map(e.cell, mixers):
