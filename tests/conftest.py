@@ -29,12 +29,12 @@ settings.register_profile(
 )
 settings.load_profile("cosformer")
 
-_device_constructors()  # remembered from here on: `with torch.device(...)` must know the real torch.empty
-torch.set_num_threads(1)  # small tensors; tests run side by side, and those about threads set their own
+_device_constructors()  # cached here: `with torch.device(...)` must know the torch.empty that is not poisoned
+torch.set_num_threads(1)  # small tensors, and tests run in parallel; those about threads set their own
 
 
 RUNNING = [name for name in BACKENDS if backend_problem(name) is None]
-if only := os.environ.get("COSFORMER_TEST_BACKEND"):  # the suite on one backend
+if only := os.environ.get("COSFORMER_TEST_BACKEND"):  # run the suite on one backend
     RUNNING = [name for name in RUNNING if name == only]
     assert RUNNING, f"COSFORMER_TEST_BACKEND={only}: {backend_problem(only)}"
     if only == "triton":
@@ -45,7 +45,7 @@ BACKEND_DTYPES = [(name, dtype) for name in RUNNING for dtype in declared(name).
 
 
 def examples(count: int) -> int:
-    """On how many a property is tried: in Triton's interpreter, where one takes seconds, on a quarter."""
+    """How many examples to try a property on: a quarter in Triton's interpreter, where one takes seconds."""
     return max(1, count // 4) if RUNNING == ["triton"] else count
 
 
@@ -72,13 +72,13 @@ def pytest_report_header(config):
     return f"cosformer backends: {', '.join(RUNNING)}; not tested: {', '.join(missing) or 'none'}"
 
 
-# No GPU is needed to see that none would be waited for.
+# Shows where a GPU would be waited for, without one.
 
 WAITING = ("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select", "unique")
 
 
 class Watch(TorchDispatchMode):
-    """Fails where a GPU would be waited for. It looks into our own operators, opaque to torch."""
+    """Fails where a GPU would be waited for, also inside our own operators, which are opaque to torch."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -92,7 +92,7 @@ class Watch(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-# Rows of results as `compare` writes them, for the tests of the report. Their numbers mean nothing.
+# Rows of results as `compare` writes them, for the tests of the report. The numbers are made up.
 
 
 def quality(mixer="cosformer", value: float | None = 7.9, **more) -> results.Quality:
@@ -198,7 +198,7 @@ def seed():
 
 @pytest.fixture(autouse=True)
 def poison(monkeypatch):
-    """An output element that nobody writes must show: memory from torch.empty starts as NaN."""
+    """Fills memory from torch.empty with NaN, so that an output element nobody writes shows."""
 
     def poisoned(make):
         def empty(*args, **kwargs):
@@ -220,7 +220,7 @@ def poison(monkeypatch):
         monkeypatch.setattr(owner, name, poisoned(getattr(owner, name)))
 
 
-# Toy models and texts, for every test that needs one. transformers is imported only by those who ask.
+# Toy models and texts, for every test that needs one. transformers is imported only on use.
 
 VOCAB = 61
 TOY = {
@@ -260,13 +260,13 @@ def toy_config(model, **fields):
 
 
 def toy_model(model, seed: int = 0, **fields):
-    """A toy of one of our model classes, moved from its start."""
+    """A toy of one of our model classes, its weights moved off their initial values."""
     torch.manual_seed(seed)
     return moved(model(toy_config(model, **fields))).eval()
 
 
 def moved(module, by: float = 0.1):
-    """The module with every weight away from its start: zeros and ones would hide mistakes."""
+    """Moves every weight off its initial value: zeros and ones would hide mistakes."""
     with torch.no_grad():
         for p in module.parameters():
             p.add_(torch.randn_like(p), alpha=by)
@@ -278,7 +278,7 @@ def token_ids(rows: int = 2, length: int = 17, seed: int = 1) -> torch.Tensor:
 
 
 def toy_mixer(name, *, heads=4, head_dim=8, max_length=64, **options):
-    """A mixer in float64 of the sizes of `qkv`."""
+    """A mixer in float64, with the sizes of `qkv`."""
     from cosformer import mixers
 
     return mixers.build(name, heads=heads, head_dim=head_dim, max_length=max_length, **options).double()
@@ -307,13 +307,13 @@ def byte_tokenizer():
 
 
 def python_of(page: Path) -> list[str]:
-    """The Python of a page of the documentation, block by block."""
+    """The Python blocks of a documentation page."""
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.M | re.S)
 
 
 @pytest.fixture
 def own_cache(tmp_path, monkeypatch):
-    """A folder of the test's own for prepared data."""
+    """The test's own folder for prepared data."""
     monkeypatch.setenv("COSFORMER_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
 
@@ -405,14 +405,14 @@ def go(run=None, *, watch=None, resume=False):
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
-    """The folder of a run that nothing disturbed."""
+    """The folder of an undisturbed run."""
     out = tmp_path_factory.mktemp("whole") / "run"
     go(run_of(out=str(out)))
     return out
 
 
 def complaint(capsys, verb, *argv: str) -> str:
-    """The one line with which a command stops."""
+    """The one line a command stops with."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stop:
         verb(list(argv))
@@ -434,14 +434,14 @@ def same(a, b) -> bool:
 
 
 def losses(out="run", key="loss") -> dict[int, float]:
-    """What a run has logged, by step."""
+    """What a run logged, by step."""
     from cosformer.train.progress import read
 
     return {row["step"]: row[key] for row in read(Path(out) / "metrics.jsonl") if key in row}
 
 
 def steps(out="run", key="loss") -> list[int]:
-    """The steps of which a run has logged something."""
+    """The steps at which a run logged `key`."""
     from cosformer.train.progress import read
 
     return [row["step"] for row in read(Path(out) / "metrics.jsonl") if key in row]
@@ -456,7 +456,7 @@ def checkpoints(out="run") -> list[str]:
 
 
 def Signal(step: int, number: int = signal.SIGINT, times: int = 1):
-    """A callback that sends the process a signal in a step, or two."""
+    """A callback that sends the process a signal in a step, once or several times."""
     from transformers import TrainerCallback
 
     class Signal(TrainerCallback):
@@ -468,7 +468,7 @@ def Signal(step: int, number: int = signal.SIGINT, times: int = 1):
     return Signal()
 
 
-# What several processes do together.
+# Several processes together.
 
 
 def two_sets(folder: Path) -> None:
@@ -488,17 +488,17 @@ def torchrun(*command: str, processes: int = 2) -> subprocess.Popen:
 
 
 class Cases:
-    """Functions of a process group that processes run together, in pairs and all of them.
+    """Cases that processes run together: functions of a process group, of each pair and of all processes.
 
-    The processes are started once for a file of tests, which is their program, too; each says of each case
-    what went wrong in it. The first that fails ends all, since the others would wait for this process.
+    The processes are started once per test file, which is also their program; each reports what went wrong
+    in each case. A failure ends its process, and so all later cases: others would wait for it.
     """
 
     def __init__(self):
         self.names = {}
 
     def add(self, *settings):
-        """A function of a group and a setting, run once for each of the settings (none: once, with None)."""
+        """Adds a function of a group and a setting, run once per setting (none: once, with None)."""
 
         def add(function):
             for setting in settings or (None,):
@@ -543,7 +543,7 @@ class Cases:
 
 
 def pytest_collection_modifyitems(items):
-    """Those that take minutes begin first: begun last, they keep one core busy while the other waits."""
+    """Tests that take minutes start first: started last, they keep one core busy while the other idles."""
     long = ("interpreter", "compile", "launch")
     items.sort(
         key=lambda item: (

@@ -2,11 +2,11 @@
 
     COSFORMER_TEST_BACKEND=triton TRITON_INTERPRET=1 python -m pytest tests/test_operator.py -n 0
 
-The interpreter patches Triton's language anew in every function of a kernel, asks of every sum whether it
-overflows, describes every type from scratch, and works out for every operation on two tensors what both are
-to become: most of its time. Nothing of that is tested here, but for overflows, with tensors so large that
-there could be some. Tiles are large, since a program costs nearly the same whatever its size;
-tests/test_triton.py takes small ones.
+The interpreter spends most of its time patching Triton's language anew in every function of a kernel,
+checking every sum for overflow, describing every type from scratch, and working out what the operands of
+every binary operation become. None of that is under test, except overflow where tensors are large enough for
+it. Tiles are large, since a program costs nearly the same whatever its size; tests/test_triton.py uses small
+ones.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ LARGE = Blocks(128, 1, *(Tiles(128, 128, 4, 1) for _ in range(3)))
 
 
 def hasten() -> None:
-    """Patch the language once a launch, describe a type once, look for no overflows."""
+    """Patch the language once per launch, describe each type once, do not check for overflow."""
     _patch_once()
     _remember_types()
     _remember_agreements()
@@ -33,13 +33,13 @@ def hasten() -> None:
 
 
 def _look_for_overflows(look: bool) -> None:
-    for option in ("sanitize_overflow", "debug"):  # without the second it looks, and says nothing
+    for option in ("sanitize_overflow", "debug"):  # without the second it checks, but says nothing
         object.__setattr__(interpreter.interpreter_builder.options, option, look)
 
 
 @contextmanager
 def overflows() -> Iterator[None]:
-    """Every sum and product of 32 bits is held to fit."""
+    """Checks every 32-bit sum and product for overflow."""
     _look_for_overflows(True)
     try:
         yield
@@ -48,7 +48,7 @@ def overflows() -> Iterator[None]:
 
 
 def _patch_once() -> None:
-    """The language is patched once a launch for each module."""
+    """Patches the language once per launch and module."""
     patch, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
 
     def once(function):
@@ -65,7 +65,7 @@ def _patch_once() -> None:
 
 
 def _remember_types() -> None:
-    """What is said of a type, of a block of it and of a tensor of it is said once."""
+    """Describes each type, block of it and tensor of it only once."""
     numpys, block, tensor = interpreter._get_np_dtype, tl.block_type.__init__, tl.tensor.__init__
     of_numpy, of_block, of_tensor = {}, {}, {}
 
@@ -92,15 +92,15 @@ def _remember_types() -> None:
 
 
 def _remember_agreements() -> None:
-    """What two operands of certain types become, before they are added or compared, is found out once."""
+    """Works out only once what two operands of given types become before they are added or compared."""
     agree, Handle, known = TritonSemantic.binary_op_type_checking_impl, interpreter.TensorHandle, {}
-    Handle.__post_init__ = lambda self: None  # that an array fits its type
+    Handle.__post_init__ = lambda self: None  # skips the check that an array fits its type
 
     def described(x):
         return x.type.name if isinstance(x, tl.tensor) else (type(x), x)
 
     def likeness(before, after):
-        """How one operand becomes what it must be: a constant as it is, a tensor cast and broadcast."""
+        """How an operand is converted: a constant is kept, a tensor is cast and broadcast."""
         if not isinstance(before, tl.tensor):
             return after, None, None
         data = after.handle.data
@@ -123,14 +123,14 @@ def _remember_agreements() -> None:
             return become(lhs, known[key][0]), become(rhs, known[key][1])
         made = agree(self, lhs, rhs, *options, **more)
         if not any("bf16" in str(x.dtype) for x in (lhs, rhs, *made) if isinstance(x, tl.tensor)):
-            known[key] = likeness(lhs, made[0]), likeness(rhs, made[1])  # numpy has no bfloat16 to cast
+            known[key] = likeness(lhs, made[0]), likeness(rhs, made[1])  # numpy cannot cast to bfloat16
         return made
 
     TritonSemantic.binary_op_type_checking_impl = agreed
 
 
 def serve() -> None:
-    """The triton backend is the first choice, with large tiles; NaN and infinity are numpy's to multiply."""
+    """Makes triton the first choice, with large tiles; numpy may multiply NaN and infinity unwarned."""
     hasten()
     np.seterr(all="ignore")
     table.INTERPRETED = LARGE

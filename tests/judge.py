@@ -19,7 +19,7 @@ def on(backend):
 
 
 def rates(kind, B, H, S):
-    """Per head from weak to strong, or per position with weak and strong ones mixed."""
+    """Decay rates per head, weak to strong, or per position, weak and strong mixed."""
     if kind == "head":
         return torch.logspace(-6, math.log10(20), H)
     if kind == "position":
@@ -39,9 +39,9 @@ def error(actual, expected, scale=None) -> float:
 
 
 def assert_close(actual, expected, *, rounded=None, scale=None) -> None:
-    """Within the dtype's tolerance. In half precision within twice the error of `rounded`, the definition in
-    that same dtype, or six of the dtype's spacings where that is more: the backward reads the rounded output,
-    whose half a spacing is five of a tenth of `scale`, and rounds once more."""
+    """Within the dtype's tolerance. In half precision, within twice the error of `rounded`, the definition in
+    that dtype, or within six eps if that is more: the backward reads the rounded output, whose half eps is
+    five relative to a tenth of `scale`, and rounds once more."""
     found = error(actual, expected, scale)
     if actual.dtype in TOLERANCE:
         limit = TOLERANCE[actual.dtype]
@@ -53,7 +53,7 @@ def assert_close(actual, expected, *, rounded=None, scale=None) -> None:
 
 
 def value_and_grads(function, tensors, dout=None):
-    """The function's output and its gradients with respect to those of the tensors that are given."""
+    """The function's output and its gradients with respect to the tensors that are not None."""
     leaves = [None if t is None else t.detach().requires_grad_() for t in tensors]
     out = function(*leaves)
     used = [x for x in leaves if x is not None]
@@ -63,10 +63,10 @@ def value_and_grads(function, tensors, dout=None):
 
 
 def sizes(q, k, v, *, eps=1e-6, **kwargs):
-    """The definition changed so that its gradients are sums of sizes: what rounding is relative to.
+    """The definition, changed so that its gradients are sums of absolute values: the scale of rounding.
 
-    A gradient is a sum of terms of both signs. With one key to attend to, or under strong decay, they cancel
-    to nearly nothing.
+    A gradient sums terms of both signs, which cancel to nearly nothing with one key to attend to, or under
+    strong decay.
     """
     s = reference.weights(q, k, **kwargs)
     size = v.abs().repeat_interleave(q.shape[1] // v.shape[1], 1)
@@ -76,7 +76,7 @@ def sizes(q, k, v, *, eps=1e-6, **kwargs):
 
 
 def compare(ours, definition, tensors, size) -> None:
-    """`ours` against `definition(attend)`, which sees the same numbers in float64; gradients, too."""
+    """Checks output and gradients of `ours` against `definition(attend)` on the same numbers in float64."""
     dout = torch.randn(size, generator=torch.Generator().manual_seed(1)).to(tensors[0].dtype)
     exactly = [None if t is None else t.double() for t in tensors]
     exact, exact_grads = value_and_grads(definition(reference.attention), exactly, dout)
@@ -97,7 +97,7 @@ def compare(ours, definition, tensors, size) -> None:
 
 
 def judge(function, q, k, v, *, decay=None, **kwargs) -> None:
-    """`function`, called like the definition, against the definition."""
+    """Checks `function`, called like the definition, against the definition."""
     if decay is not None and q.dtype == torch.float64:
         decay = decay.double()  # else its gradient would come back rounded to float32
     compare(
@@ -109,7 +109,7 @@ def judge(function, q, k, v, *, decay=None, **kwargs) -> None:
 
 
 def masked_softmax(q, k, v, allowed):
-    """Softmax over what is allowed, (L, S) or with heads: the full score matrix, masked."""
+    """Softmax over the allowed pairs, (L, S) or per head: the full score matrix, masked."""
     scores = (q @ k.mT / math.sqrt(q.shape[-1])).masked_fill(~allowed, -math.inf)
     return scores.softmax(-1) @ v
 
@@ -121,5 +121,5 @@ def past(length, causal):
 
 
 def grid(length):
-    """The positions of queries, down, and of keys, across."""
+    """The positions of queries (down) and of keys (across)."""
     return torch.arange(length)[:, None], torch.arange(length)[None, :]

@@ -52,7 +52,7 @@ pytest.main(["-n0", "-v", "-v", "-k", "toy", *{tests!r}])
 
 
 def test_a_new_backend_is_one_module_and_one_name(tmp_path):
-    """Then selection, info, exactness and the tests know it, and what it declares is kept."""
+    """Selection, info, exactness and the tests then know it, and keep to what it declares."""
     (tmp_path / "_toy.py").write_text(TOY)
     (tmp_path / "toy.py").write_text(PLUGIN.format(folder=str(tmp_path)))
     root = Path(__file__).parents[1]
@@ -81,7 +81,7 @@ def test_a_new_backend_is_one_module_and_one_name(tmp_path):
 
 @pytest.fixture
 def toy(monkeypatch):
-    """A backend "toy" that declares what the test says, as the best."""
+    """A backend "toy", preferred to all others, that declares what the test says."""
 
     def declare(**abilities):
         ours = Backend(_torch.forward, _torch.backward, **abilities)
@@ -130,8 +130,8 @@ def test_a_device_is_asked_for():
     assert operator.backend_problem("torch", "abacus")
 
 
-# No GPU is needed to see that none would be waited for: a watch on values that are read or moved to the CPU,
-# and the torch backend on tensors of a device that has no values at all.
+# Waiting for a GPU shows without one: by a watch for values that are read or moved to the CPU, and by the
+# torch backend on the meta device, which has no values at all.
 
 
 def run_everything(q, k, v, **options):
@@ -156,7 +156,7 @@ def test_nothing_waits_for_a_device(monkeypatch):
     torch.manual_seed(1)
     expected = run_everything(*tensors, backend="torch")
     with pytest.raises(AssertionError, match="waits"), Watch():
-        run_everything(*tensors, backend="torch")  # on the CPU the rates are looked at
+        run_everything(*tensors, backend="torch")  # on the CPU the rates are read
     monkeypatch.setattr(checks, "readable", lambda x: False)  # as on any other device
     torch.manual_seed(1)
     with Watch():
@@ -195,7 +195,7 @@ def test_a_model_waits_for_nothing(monkeypatch, name):
 @pytest.mark.parametrize("rates", [None, (4,), (1, 4, 300)])
 @pytest.mark.parametrize("causal", [False, True])
 def test_a_call_stays_on_its_device(causal, rates, packed):
-    """On tensors without values: a value read, or a device mixed with another, raises."""
+    """On meta tensors, where reading a value, or mixing devices, raises."""
     boundaries = torch.tensor([0, 100, 300]) if packed else None
     call = Call((400.0,), causal, relu=True, keep_state=causal and not packed)
     with torch.device("meta"):

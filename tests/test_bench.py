@@ -54,7 +54,7 @@ def test_operators(tmp_path, capsys, monkeypatch):
 
 
 def test_the_operator_called_cosformer_is_the_recommended_one():
-    """A decay for each position, and no cosine: half the features."""
+    """It has a decay per position and no cosine, so half the features."""
     case = operators.Case("cosformer", "torch", "forward", True, 40, 2, 8, "float32")
     *given, _ = operators.tensors_of(case, 2, 40)
     q, k, v, decay = (x.double() for x in given)
@@ -76,7 +76,7 @@ def test_a_backend_is_not_measured_where_it_cannot_run():
 
 
 def test_what_is_measured_of_the_operators():
-    """One token, which is the call itself, and 128, where softmax is at its best, beside the longer ones."""
+    """One token (the call itself) and 128 (where softmax is at its best), besides longer texts."""
     asked = operators.cases(
         bench.settings(["--operators", "cosformer-paper", "softmax", "--backends", "torch"])
     )
@@ -119,7 +119,7 @@ def test_models_with_rounded_weights(tmp_path, capsys):
     weights = ["--work", "generating", "--weights", "float32", "bfloat16", "int8"]
     rows = run(tmp_path / "results.jsonl", *given, *weights)
     ours = {row.dtype: row for row in rows if row.mixer == "cosformer"}
-    assert list(ours) == ["float32", "bfloat16", "int8"] and len(rows) == 5  # int8 is of our models alone
+    assert list(ours) == ["float32", "bfloat16", "int8"] and len(rows) == 5  # only our models have int8
     assert {(row.work, row.length, row.size) for row in rows} == {
         ("generating", 16, str(models.SIZES["toy"]))
     }
@@ -135,7 +135,7 @@ def test_models_with_rounded_weights(tmp_path, capsys):
 
 
 def test_the_weights_that_a_token_needs():
-    """All but the table of embeddings."""
+    """All but the embedding table."""
     size = models.Size(1, 32, 2)
     model = models.build("llama", 16, size)
     every = sum(p.nbytes for p in model.parameters())
@@ -145,7 +145,7 @@ def test_the_weights_that_a_token_needs():
 
 
 def test_softmax_is_measured_after_as_long_a_context():
-    """Its cache is filled, not read; ours is read."""
+    """Llama's cache is filled at random, without reading a text."""
     model = models.build("llama", 64, models.Size(2, 32, 2))
     read = model(input_ids=torch.zeros(1, 40, dtype=torch.long), use_cache=True).past_key_values
     made = models.filled(model, 40)
@@ -154,7 +154,7 @@ def test_softmax_is_measured_after_as_long_a_context():
 
 
 def test_decoding_costs_the_same_after_any_number_of_steps(monkeypatch):
-    """A cache that grows while time is taken would be timed at another length than the row says."""
+    """A cache that grew while timed would be timed at another length than the row says."""
     monkeypatch.setattr(models, "TOKENS", 1)
     for mixer in ("llama", "softmax+rope", "cosformer"):
         model = models.build(mixer, 16, models.Size(1, 16, 1)).eval()
@@ -233,7 +233,7 @@ def test_disturbed_samples_count_only_where_there_are_too_few_others():
 
 @pytest.mark.parametrize(("busy", "samples"), [(0, 3), (2, 5), (99, 6)])
 def test_a_disturbed_work_is_repeated_and_then_marked(busy, samples, monkeypatch):
-    """`busy` samples meet other processes: it is repeated until three did not, or six were taken."""
+    """`busy` samples are disturbed: it is repeated until three are not, or six are taken."""
     taken = []
 
     def times():

@@ -1,4 +1,4 @@
-"""The command line as such: what it says of itself, and of what is missing."""
+"""The command line as such: what it says about itself, and about what is missing."""
 
 import subprocess
 import sys
@@ -64,7 +64,7 @@ def test_every_bench_option_has_help_and_its_default():
         assert action.help, action.option_strings
         silent = action.default in (None, False, "==SUPPRESS==")
         assert silent or "(default: " in action.help, f"{action.option_strings[0]} does not say its default"
-    bench.parser().format_help()  # every % is a field argparse knows
+    bench.parser().format_help()  # fails on a % that argparse does not know
 
 
 def test_a_missing_library_is_named_with_what_brings_it(monkeypatch):

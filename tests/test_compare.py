@@ -1,4 +1,4 @@
-"""cosformer compare: cells are run once, with the same losses after any interruption; it keeps its time."""
+"""cosformer compare: cells run once, with the same losses after any interruption, within the time given."""
 
 import dataclasses
 import json
@@ -32,7 +32,7 @@ KINDS |= dict.fromkeys(("listops", "text", "image", "classify"), "sequence-class
 
 
 def run(out, *, subjects=(TOY,), mixers=MIXERS, seeds=None, steps=4, minutes=None):
-    """Train what is missing; all rows."""
+    """Train what is missing; returns all rows."""
     made = Comparison(out, minutes=minutes)
     made.train(list(subjects), mixers, seeds=seeds, steps=steps)
     return made.end("cosformer compare")
@@ -98,7 +98,7 @@ def test_mixers_are_added_to_a_comparison(finished):
 
 
 class Killed(BaseException):
-    """As sudden as a kill: nothing of ours catches it."""
+    """As sudden as a kill: none of our code catches it."""
 
 
 @pytest.mark.parametrize("moment", range(6))
@@ -177,7 +177,7 @@ def test_a_model_that_could_not_be_trained_is_not_started_from(tmp_path, monkeyp
 
 
 def test_speed_counts_tokens_not_lines():
-    """A thousand long tokens at 10 a second, ten short ones at 1,000: few tokens had the median line's."""
+    """1,000 tokens at 10 per second, 10 at 1,000: few tokens have the median line's speed."""
     timed = ((5, 1_000.0), (1_005, 10.0), (1_010, 1_000.0))
     lines = [{"tokens": n, "tokens_per_second": s} for n, s in timed] + [{"tokens": 1_010, "eval_loss": 1.0}]
     assert quality.speed_of(lines) == pytest.approx(1_010 / (5 / 1_000 + 1_000 / 10 + 5 / 1_000))
@@ -191,7 +191,7 @@ def test_the_most_frequent_answer_is_that_of_the_examples_scored():
     assert quality.most_frequent(dataclasses.replace(task, metric="perplexity"), 40) is None
 
 
-# Rates of learning.
+# Learning rates.
 
 
 def test_every_mixer_is_searched_alike_and_trained_with_its_best_rate(tmp_path, monkeypatch, capsys):
@@ -209,11 +209,11 @@ def test_every_mixer_is_searched_alike_and_trained_with_its_best_rate(tmp_path, 
     assert "cosformer: rate 0.001; loss after 2 steps " in capsys.readouterr().out
     seen.clear()
     again = run(tmp_path, subjects=[subject], mixers=mixers, seeds=[0, 1, 2], steps=20)
-    assert len(of(again, Search)) == len(search) and len(seen) == 2  # what was searched is known
+    assert len(of(again, Search)) == len(search) and len(seen) == 2  # no search is repeated
 
 
 def test_a_subject_may_take_the_rate_found_on_another(tmp_path):
-    """The search is that subject's, with its share of the steps, and is done once."""
+    """The search runs on that subject, with its share of the steps, and only once."""
     first = dataclasses.replace(TOY, rates=(1e-30, 1e-3), searched=0.5)
     others = [dataclasses.replace(first, name=f"copy-{n}", search_on=first) for n in (2, 3)]
     rows = run(tmp_path, subjects=others, mixers=["cosformer"], seeds=[0], steps=20)
@@ -284,7 +284,7 @@ def test_steps_that_fit_keep_the_budget_and_are_round():
 
 @pytest.mark.parametrize("slower", [0.8, 1.0, 1.6, 4.0])
 def test_it_keeps_the_minutes_it_was_asked_for(slower, monkeypatch, tmp_path):
-    """Steps are timed at a tenth of a second; then cells take `slower` times what was expected of them."""
+    """Steps are timed at a tenth of a second; then cells take `slower` times as long as expected."""
     clock, trained = [0.0], []
     monkeypatch.setattr(budget.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(budget, "seconds_a_step", lambda cell: 0.1)
@@ -297,11 +297,11 @@ def test_it_keeps_the_minutes_it_was_asked_for(slower, monkeypatch, tmp_path):
     monkeypatch.setattr(comparison, "trained", pretend)
     subjects = [dataclasses.replace(TOY, name=name) for name in "abcd"]
     run(tmp_path, subjects=subjects, mixers=["softmax", "elu"], minutes=8, steps=None)
-    assert trained[0::2] == trained[1::2]  # all mixers of a subject alike
+    assert trained[0::2] == trained[1::2]  # the same for all mixers of a subject
     least = slower > 2  # the first subject alone takes its share four times over
     assert 0.5 * 480 < clock[0] < (1.3 if least else 1.05) * 480
     if slower > 1.5:
-        assert trained[-1] < trained[0]  # what has not begun is shortened
+        assert trained[-1] < trained[0]  # later subjects are shortened
 
 
 ROW = Quality(
@@ -312,7 +312,7 @@ ROW = Quality(
 
 
 def test_measurements_are_taken_where_they_are_missing(finished, monkeypatch):
-    """A kill between two rows, a mixer or a length that came later: the rest is measured, nothing twice."""
+    """After a kill between two rows only the rest is measured; a new mixer repeats all at its length."""
     made = Comparison(finished[0], minutes=1.0)
     made.results.rows = [row for row in made.results.rows if not isinstance(row, Exactness)]
     monkeypatch.setattr(made.results, "add", made.results.rows.append)
@@ -337,7 +337,7 @@ def test_cost_takes_no_more_than_twice_its_share_of_the_time(tmp_path, monkeypat
         slow = lambda mixers, length, **_: clock.__setitem__(0, clock[0] + length) or []
         monkeypatch.setattr(comparison.bench, work, slow)
     Comparison(tmp_path, minutes=10.0).measure(["elu"], [16, 64, 128])
-    assert clock[0] == 16 + 16 + 64 + 64 + 128  # of 600 seconds 90 are its share
+    assert clock[0] == 16 + 16 + 64 + 64 + 128  # its share of 600 seconds is 90
     assert "cost: the time for it is up; decoding at 128 is left out" in capsys.readouterr().out
 
 
@@ -348,7 +348,7 @@ def test_a_text_of_a_few_rows_is_enough(tmp_path):
 
 
 def test_a_step_is_timed_on_batches_like_those_of_the_training(monkeypatch, tmp_path):
-    """Grouped by length: of neighbours in length, from the longer half; else as they come."""
+    """If grouped by length, on texts of similar length from the longer half; else in the given order."""
     grouped = dataclasses.replace(TOY, training=plan.ALIKE)
     cell, seen = Cell(TOY, "elu", 0, tmp_path), []
     task = quality.task_of(cell.run(1, 1e-3))
@@ -403,7 +403,7 @@ def test_the_plan_is_said_before_anything_is_done(monkeypatch, capsys):
 
 
 def test_the_subjects_of_the_evidence_can_be_had():
-    """What needs no data builds its task and its models; the others' settings are their task's."""
+    """Subjects that need no data build their task and models; for others the task knows all settings."""
     for subject in plan.full("nowhere"):
         assert set(subject.settings) <= set(tasks.settings(subject.task)), subject.name
         models.check_fields(KINDS[subject.task], subject.fields)

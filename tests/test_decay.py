@@ -21,7 +21,7 @@ def decay(spec, **options) -> Decay:
 
 
 def start(made: Decay) -> torch.Tensor:
-    """The rates that a decay starts with, of a gate for any input."""
+    """The initial rates of a decay; a gate's are the same for any input."""
     rates = made.rates(torch.randn(1, 2, WIDTH, dtype=next(made.parameters(), torch.ones(())).dtype))
     return rates[0, :, 0] if rates.ndim == 3 else rates
 
@@ -84,7 +84,7 @@ def test_constants_survive_empty_memory(spec):
     assert made.constant.is_meta
     made = made.to_empty(device="cpu")
     assert torch.equal(made.constant, decay(spec).constant)
-    for module in made.modules():  # as torch does: each module its own
+    for module in made.modules():  # as torch does, module by module
         module.reset_parameters()
     assert torch.equal(start(made), start(decay(spec)))
 
@@ -118,7 +118,7 @@ def test_learned_rates_stay_positive_and_learn():
     made = decay(0.25, learn=True)
     assert_close(made.rates(), torch.full((HEADS,), 0.25))
     (made.rates() * torch.tensor([1.0, 2.0, 3.0, 4.0])).sum().backward()
-    assert_close(made.log_rates.grad, 0.25 * torch.tensor([1.0, 2.0, 3.0, 4.0]))  # of a logarithm
+    assert_close(made.log_rates.grad, 0.25 * torch.tensor([1.0, 2.0, 3.0, 4.0]))  # d rate / d log rate = rate
     with torch.no_grad():
         made.log_rates.sub_(50.0)
     assert (made.rates() > 0).all()

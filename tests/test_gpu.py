@@ -1,4 +1,4 @@
-"""What a GPU asks of the code around its kernels, tried without one: streams, CUDA graphs, fixed orders."""
+"""What a GPU demands of the code around its kernels, tested without one: streams, graphs, fixed orders."""
 
 import importlib.metadata
 import logging
@@ -101,7 +101,7 @@ def training_step(backend, cu=None):
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_second_step_sends_nothing(absent, packed):
-    """What a CUDA graph captures must be on the device: torch refuses a copy from memory that may move."""
+    """What a CUDA graph captures must be on the device: torch refuses a copy from pageable memory."""
     cu = torch.tensor([0, 37, 90]) if packed else None
     parts._packings.clear()
     call.theta.cache_clear()
@@ -121,7 +121,7 @@ def test_one_rate_is_made_where_it_is_needed(rate):
 
 
 def test_what_a_graph_reads_stays(captured, absent, monkeypatch):
-    """Caches forget; a graph reads the same addresses at every replay."""
+    """Caches evict, but a graph reads the same addresses at every replay."""
     cu = torch.tensor([0, 37, 90])
     parts._packings.clear()
     training_step(absent, cu)
@@ -141,7 +141,7 @@ def test_what_a_graph_reads_stays(captured, absent, monkeypatch):
 
 
 def test_no_stream_reads_what_another_was_sent(captured, monkeypatch):
-    """A table is on its way for as long as the stream is busy that it was sent on."""
+    """A table is in flight as long as the stream it was sent on is busy."""
     stream = [1]
     monkeypatch.setattr(parts, "_stream", lambda device: stream[0])
     parts._packings.clear()
@@ -152,7 +152,7 @@ def test_no_stream_reads_what_another_was_sent(captured, monkeypatch):
     second = parts.packed(*key)
     assert second is not first and parts.packed(*key) is second
     stream[0] = 3
-    captured(True)  # after a wait for all streams
+    captured(True)  # begins after a wait for all streams
     assert parts.packed(*key) is first
 
 
@@ -163,7 +163,7 @@ def test_angles_have_arrived_before_another_stream_can_read_them():
     assert (sent.count, sent.late) == (1, 0)
 
 
-# torch.use_deterministic_algorithms: CUDA has no running sum of floating point then
+# torch.use_deterministic_algorithms: CUDA then has no floating-point cumsum
 
 
 class NoRunningSum(TorchDispatchMode):
@@ -242,7 +242,7 @@ def test_tf32_is_torchs_to_allow(precision, monkeypatch):
 
 
 def test_info_knows_triton_by_whatever_name_it_was_installed(monkeypatch):
-    """torch for AMD brings `pytorch-triton-rocm`."""
+    """torch for AMD installs `pytorch-triton-rocm`."""
 
     def version(name):
         raise importlib.metadata.PackageNotFoundError(name)

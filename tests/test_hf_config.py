@@ -27,7 +27,7 @@ def config(**fields) -> hf.CosformerConfig:
 
 
 def plain(made) -> dict:
-    """What a configuration says, but not where it was read."""
+    """A configuration's fields, except where it was read from."""
     return {**made.to_dict(), "_name_or_path": ""}
 
 
@@ -110,7 +110,7 @@ def test_convolutions_are_centred_in_an_encoder_and_causal_in_a_decoder():
 
 
 def test_what_surrounds_the_mixers_is_the_same_in_all_layers():
-    """A hybrid's softmax layers have the convolution and the norms of the others, unless they are refused."""
+    """A hybrid's softmax layers have the others' convolution and norms, unless these are turned off."""
 
     def around(**fields):
         layers = toy_model(hf.CosformerForCausalLM, **fields).model.layers
@@ -124,7 +124,7 @@ def test_what_surrounds_the_mixers_is_the_same_in_all_layers():
 
 @headed
 def test_a_new_model_starts_with_nothing_between_its_projections_and_its_mixer(kind):
-    """Convolutions are the identity, gates at the ladder, output gates one half, norms' weights one."""
+    """Convolutions are the identity, gates at the ladder, output gates one half, norm weights one."""
     torch.manual_seed(0)
     model = kind(toy_config(kind, output_gate=True))
     found = {"gate.weight": 0, "gate.bias": 0, "norm.weight": 0, "conv": 0}
@@ -197,7 +197,7 @@ def test_an_infinite_horizon_is_saved(tmp_path):
 @headed
 @pytest.mark.parametrize("found", [None, 1, FORMAT + 1])
 def test_a_model_in_another_format_is_refused(kind, found, tmp_path):
-    """Another version has other weights and fields: one line says so, before any key is missing."""
+    """Another version has other weights and fields: one line says so, before any key is found missing."""
     toy_model(kind).save_pretrained(tmp_path)
     saved = json.loads((tmp_path / "config.json").read_text())
     saved.pop("cosformer_format")
@@ -315,7 +315,7 @@ def test_fields_of_the_others_that_make_no_sense_are_refused():
 @headed
 @pytest.mark.parametrize("asked", ["sdpa", "eager", "flash_attention_2"])
 def test_another_attention_implementation_is_refused(kind, asked, tmp_path):
-    """It would change nothing that is computed, and let through what is made for softmax alone."""
+    """It would not change what is computed, yet let through what only softmax can honour."""
     said = f"attn_implementation='{asked}': a Cosformer model's layers mix as config.mixer says"
     model = toy_model(kind)
     model.save_pretrained(tmp_path)

@@ -1,4 +1,4 @@
-"""The encoder's own: how a text becomes one vector, its heads, and how long a text may be."""
+"""What only the encoder has: how a text becomes one vector, its heads, and how long a text may be."""
 
 import pytest
 import torch
@@ -35,7 +35,7 @@ def test_a_pooling_is_its_definition_over_the_kept_tokens(kind):
     want = torch.stack([pooled(kind, hidden[0]), pooled(kind, hidden[1, :12])])
     torch.testing.assert_close(got, want)
     assert got.shape[1] == pooling.size
-    left = KEEP.flip(1)  # padding may stand on either side
+    left = KEEP.flip(1)  # padding may be on either side
     torch.testing.assert_close(pooling(hidden, left)[1], pooled(kind, hidden[1, 5:]))
 
 
@@ -50,7 +50,7 @@ def test_attention_pooling_weighs_by_a_learned_score():
 def test_a_normed_mean_is_the_mean_with_batch_normalisation(tmp_path):
     torch.manual_seed(0)
     config = toy_config(ENCODER, pooling="normed-mean", num_labels=3)
-    hf.CosformerForMaskedLM(config).save_pretrained(tmp_path)  # it pools nothing, so it has no such norm
+    hf.CosformerForMaskedLM(config).save_pretrained(tmp_path)  # it does not pool, so it has no such norm
     model, info = CLASSIFIER.from_pretrained(tmp_path, output_loading_info=True)
     fresh = {"pooling.norm.weight", "pooling.norm.running_mean", "classifier.weight"}
     assert fresh <= set(info["missing_keys"])

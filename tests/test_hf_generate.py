@@ -1,4 +1,4 @@
-"""`cosformer generate`: says what the model would generate, and says what is wrong with a directory."""
+"""`cosformer generate`: prints what the model generates, and says what is wrong with a directory."""
 
 import math
 

@@ -1,4 +1,4 @@
-"""Generation from what mixers keep: however tokens are fed, moved or taken back, the text is the same."""
+"""Generation with a cache: however tokens are fed, moved or taken back, the text is the same."""
 
 import copy
 
@@ -34,7 +34,7 @@ FEW = ("gated", "paper", "hybrid")
 
 @pytest.fixture(autouse=True, scope="module")
 def one_thread():
-    """Toy tensors: a second thread costs more than it brings."""
+    """Toy tensors: a second thread costs more than it gains."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -42,7 +42,7 @@ def one_thread():
 
 
 def decoder(kind: str = "gated", seed: int = 0, **fields) -> CosformerForCausalLM:
-    """A toy whose text is lively: wide weights, and gates that are not at their start."""
+    """A toy with varied output: large weights, and gates moved off their initial values."""
     torch.manual_seed(seed)
     sizes = {
         "vocab_size": VOCAB,
@@ -79,7 +79,7 @@ def lively(model):
         if "decay.gate" in name:
             p.data.normal_(std=0.3)
         elif "embed_positions" in name:
-            p.data.normal_(std=1.0)  # or BART's decoder repeats one token
+            p.data.normal_(std=1.0)  # else BART's decoder repeats one token
     return model.eval()
 
 
@@ -110,7 +110,7 @@ def test_decode_equals_prefill_equals_no_cache_over_600_tokens(kind):
 
 @torch.no_grad()
 def test_right_padding_is_taken_with_and_without_a_cache():
-    """transformers warns of it; behind such a hole `generate` counts positions on from the padding."""
+    """transformers warns about it; after such a gap `generate` continues positions from the padding."""
     model, ids = decoder(), prompt(2)
     keep = torch.ones_like(ids)
     keep[0, -4:] = 0
@@ -120,7 +120,7 @@ def test_right_padding_is_taken_with_and_without_a_cache():
 def test_600_greedy_tokens_are_the_same_without_cache():
     model, ids = decoder(), prompt()
     cached = text(model, ids, max_new_tokens=600)
-    assert len(cached.unique()) > 10  # a lively text, or the comparison says little
+    assert len(cached.unique()) > 10  # varied text, else the comparison says little
     logits = model(cached[:, :-1], use_cache=False).logits[:, ids.shape[1] - 1 :]
     assert torch.equal(logits.argmax(-1), cached[:, ids.shape[1] :])
 
@@ -153,7 +153,7 @@ def test_left_padded_batch_equals_each_alone(kind, use_cache):
 
 @pytest.mark.parametrize("kind", FEW)
 def test_generate_finds_the_padding_and_what_is_cached_by_itself(kind):
-    """It looks for the names of forward's arguments."""
+    """It looks at the names of forward's arguments."""
     model, ids = decoder(kind, pad_token_id=0), prompt(2)
     ids[1, :7] = 0
     options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": 1, "pad_token_id": 0}
@@ -177,7 +177,7 @@ def test_assisted_decoding_equals_plain(kind, seed):
 
 
 def test_sometimes_right_assistant():
-    """An assistant that is right now and then makes the rollback end at every place of a draft."""
+    """An assistant that is right only now and then makes rollbacks end at every place in a draft."""
     model, assistant, ids = decoder(), decoder(), prompt()
     torch.manual_seed(9)
     for p in assistant.parameters():
@@ -219,7 +219,7 @@ def test_cache_bytes_do_not_grow():
         assert cache.get_seq_length() == length
     heads, size = 4, 16
     state = 3 * heads * size * (size + 1) * 4
-    kept = 3 * 3 * (64 + 2 * 32) * 4  # 3 tokens of q, k, v a layer
+    kept = 3 * 3 * (64 + 2 * 32) * 4  # 3 tokens of q, k, v per layer
     assert sizes == {state + kept}
     assert decoder("cosine")(prompt(), use_cache=True).past_key_values.nbytes == 2 * state + kept
 
@@ -262,9 +262,8 @@ def test_cache_rows_follow_the_batch():
 
 def test_errors_name_the_cause():
     model = decoder("cosine", max_position_embeddings=24)
-    assert (
-        text(model, prompt(), max_new_tokens=6).shape[1] == 26
-    )  # 25 tokens were fed, the first and last 24 apart
+    # 25 tokens were fed, the first and last 24 apart.
+    assert text(model, prompt(), max_new_tokens=6).shape[1] == 26
     with pytest.raises(ValueError, match="26 tokens reach past the horizon of 24"):
         text(model, prompt(), max_new_tokens=7)
     with pytest.raises(TypeError, match="model.new_cache.. makes; got DynamicCache"):
@@ -291,7 +290,7 @@ def test_a_mask_of_another_length_is_refused():
             seq2seq()(ids, attention_mask=torch.ones(2, length), decoder_input_ids=ids)
         with pytest.raises(ValueError, match="decoder_" + said):
             seq2seq()(ids, decoder_attention_mask=torch.ones(2, length), decoder_input_ids=ids)
-    for grad in (True, False):  # the general way, and the kernel's
+    for grad in (True, False):  # the general path, and the kernel's
         with torch.set_grad_enabled(grad):
             for length in (1, 21):
                 cache = model(ids, use_cache=True).past_key_values
@@ -395,6 +394,5 @@ def test_cross_attention_reads_the_source_once():
     assert len(calls) == 1
     cross = out.past_key_values.cross_attention_cache
     assert isinstance(cross, CosformerCache)
-    assert (
-        cross.nbytes == 3 * 2 * 4 * 8 * 9 * 4
-    )  # layers, rows, heads, features, values + normaliser, float32
+    # Layers, rows, heads, features, values + normaliser, float32.
+    assert cross.nbytes == 3 * 2 * 4 * 8 * 9 * 4

@@ -1,4 +1,4 @@
-"""Weights in int8: rounded to the nearest, read by the kernel as torch reads them, or refused."""
+"""Weights in int8: rounded to nearest, read by the kernel as torch reads them, or refused."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def test_is_the_nearest_of_255_numbers_a_row(bias):
     torch.manual_seed(1)
     linear = nn.Linear(37, 11, bias=bias)
     with torch.no_grad():
-        linear.weight[3] = 0  # a row without a largest number
+        linear.weight[3] = 0  # a row whose largest value is 0
         linear.weight[4] *= 1e-30
     rounded, x = Int8Linear(linear), torch.randn(5, 37)
     back = rounded.weight * rounded.scales[:, None]
@@ -61,7 +61,7 @@ def test_the_kernel_reads_what_torch_reads(monkeypatch, fields, dtype, rows):
     monkeypatch.setattr(step.Ready, "logits", lambda *args: taken.append(1) or at_once(*args))
     cache = it(ids[:, :5], use_cache=True).past_key_values
     found = torch.cat([it(token, past_key_values=cache).logits for token in ids[:, 5:].split(1, 1)], 1)
-    assert len(taken) == 7  # tokens, each from its number to its logits
+    assert len(taken) == 7  # tokens, each from id to logits
     wanted = it(ids).logits[:, 5:]
     tolerance = 2e-5 if dtype == torch.float32 else 0.05
     assert (found - wanted).abs().max() <= tolerance * wanted.abs().max()

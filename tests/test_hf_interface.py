@@ -76,7 +76,7 @@ def inputs(name: str, batch: int = 2) -> dict:
 
 
 def quadratic(module, query, key, value, attention_mask, **kwargs):
-    """The layer's attention as it is defined; what is causal or cross is read from the test's own table."""
+    """The layer's attention by definition; what is causal or cross comes from the test's own table."""
     kind = module.kind
     options = {"horizon": math.inf} if kind == "cross" else {"horizon": module.horizon, "decay": module.decay}
     mask = None if attention_mask is None else attention_mask.bool()
@@ -117,7 +117,7 @@ def test_horizon_and_decay_come_from_the_config(name):
     x = inputs(name)
     for given, rates in (("ladder", ladder(HEADS, 40)), (some := [0.0, 0.1, 0.5, 2.0], some)):
         got = build(name, horizon=40, decay=given)(**x).logits
-        exact = torch.tensor(rates).double()  # constants are float32, and the definition would multiply so
+        exact = torch.tensor(rates).double()  # else the definition would multiply by float32 constants
         want = judged(name, horizon=40, decay=exact)(**x).logits
         torch.testing.assert_close(got, want, atol=1e-9, rtol=1e-7)
     assert (got - build(name)(**x).logits).abs().max() > 1e-3
@@ -308,19 +308,19 @@ def test_says_once_that_dropout_is_not_applied(mixer, monkeypatch):
 
 
 def test_an_architecture_with_attention_of_its_own_is_refused_or_can_be_told():
-    """It would take our mask, which is none, for its own softmax: Bloom's is then not causal."""
+    """It would use our mask, which only marks padding, for its own softmax: Bloom's would not be causal."""
     bloom = tf.BloomConfig(vocab_size=VOCAB, hidden_size=WIDTH, n_layer=2, n_head=HEADS)
     model = tf.AutoModelForCausalLM.from_config(bloom, attn_implementation="cosformer")
     with pytest.raises(ValueError, match="BloomModel does not call transformers' attention interface"):
         model(**inputs("llama"))
-    deberta = tf.AutoModel.from_config(tf.DebertaV2Config(**TOY))  # asks for no mask: the check of the docs
+    deberta = tf.AutoModel.from_config(tf.DebertaV2Config(**TOY))  # asks for no mask; the docs' check tells
     deberta.set_attn_implementation("cosformer")
     assert deberta.config._attn_implementation != "cosformer"
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen3"])
 def test_a_graph_needs_no_mask(name):
-    """While it is traced transformers cannot see that positions are one sequence, and makes a pattern."""
+    """While tracing, transformers cannot see that positions form one sequence, and passes a pattern."""
     model, given = build(name), inputs(name)
     want = model(**given, use_cache=False).logits
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)

@@ -1,4 +1,4 @@
-"""generate's loop writes what transformers' writes, to all who listen, and leaves it what is not plain."""
+"""Our loop of `generate` writes what transformers' does, to all listeners, and leaves it special cases."""
 
 import copy
 
@@ -33,7 +33,7 @@ def ids(rows: int = 1, length: int = 7) -> torch.Tensor:
 
 @pytest.fixture
 def loops(monkeypatch):
-    """The loops that were ours; `theirs()` to have none; `calls` counts tokens made as transformers does."""
+    """Collects our loops; `theirs()` turns them off; `calls` counts tokens made as transformers does."""
 
     class Loops(list):
         calls = 0
@@ -62,7 +62,7 @@ def loops(monkeypatch):
 
 
 def both(loops, it, prompt, *, ours=True, calls=0, **options):
-    """The text of our loop, after a look at transformers'; `it` is a model, or makes one for each."""
+    """The text of our loop, checked against transformers'; `it` is a model, or makes one for each."""
     texts, made = [], it if callable(it) and not isinstance(it, torch.nn.Module) else lambda: it
     for turn in range(2):
         if turn:
@@ -175,7 +175,7 @@ def test_others_hear_the_same(loops, rows, dtype):
     for mine, yours in zip(*heard, strict=True):
         assert (mine is None) == (yours is None)
         if mine is not None:
-            assert torch.equal(mine, yours)  # to the last digit: it is one kernel
+            assert torch.equal(mine, yours)  # to the last digit: it is the same kernel
 
 
 def scaled(it):

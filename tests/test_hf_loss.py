@@ -1,4 +1,4 @@
-"""Losses for large vocabularies: one-vs-each is the bound it is, chunked the softmax; only in training."""
+"""Losses for large vocabularies: one-vs-each is its bound, chunked is softmax; both only in training."""
 
 import pytest
 import torch
@@ -43,7 +43,7 @@ def test_a_sample_is_unbiased():
     found = torch.stack([one_vs_each(*given, samples=10) for _ in range(2000)])
     error = found.std() / len(found) ** 0.5
     assert (found.mean() - bound(*given)).abs() < 4 * error
-    assert found.std() > 0.1  # it is a sample
+    assert found.std() > 0.1  # it is sampled
 
 
 def test_total_divides_instead_of_the_count():

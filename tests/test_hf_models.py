@@ -55,7 +55,7 @@ def test_logits_are_the_definitions(kind, fields, monkeypatch):
 
     def quadratic(q, k, v, *, relu, signed, backend, decay=None, **options):
         assert relu and not signed
-        exact = None if decay is None else decay.double()  # or the definition would multiply in float32
+        exact = None if decay is None else decay.double()  # else the definition would multiply in float32
         return reference.attention(q, k, v, decay=exact, **options)
 
     def read(q, source, **options):
@@ -115,7 +115,7 @@ def test_every_mixer_trains_or_says_why_not_and_survives_a_save(kind, name, tmp_
     needed = {CAUSAL: [mixer.causal], MASKED: [mixer.bidirectional]}
     needed = needed.get(kind, [mixer.causal, mixer.bidirectional, mixer.cross])
     if kind is SEQ2SEQ and name.startswith("cosformer"):
-        needed = []  # relu reads the source
+        needed = []  # cross attention uses relu
     if any(admitted is not True for admitted in needed):
         with pytest.raises(ValueError, match=f"mixer '{name}' does not do"):
             toy_model(kind, mixer=name)

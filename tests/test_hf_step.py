@@ -57,7 +57,7 @@ def ids(rows: int, length: int, seed: int = 1) -> torch.Tensor:
 
 @pytest.fixture
 def ways(monkeypatch):
-    """Whether each token went through all blocks at once; `ways.general()` sends all to the blocks."""
+    """Records whether each token took all blocks at once; `ways.general()` sends all block by block."""
 
     class Ways(list):
         def general(self):
@@ -107,7 +107,7 @@ def test_equals_the_blocks(ways, kind, rows):
 
 @pytest.mark.parametrize("kind", ["cosformer", "cosine", "hybrid", "gate and biases", "odd sizes", "threads"])
 def test_weights_in_bfloat16_are_summed_in_float32(ways, kind):
-    """So the result is nearer to that of the same weights in float32 than the blocks' own."""
+    """So the result is closer than the blocks' own to that of the same weights in float32."""
     it = model(**MODELS[kind]).to(torch.bfloat16)
     exact = copy.deepcopy(it).float()
     fast = decoded(it, ids(2, 7), ids(2, 9, 2))
@@ -139,7 +139,7 @@ def test_text_is_the_same(ways, kind, options):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @torch.no_grad()
 def test_keys_outgrow_their_room(ways, monkeypatch, dtype):
-    """And what somebody took of them earlier stays as it was."""
+    """Views of them that were taken earlier do not change."""
     monkeypatch.setattr(keys, "ROOM", 2)
     it, prompt, tokens = model(**MODELS["hybrid"]).to(dtype), ids(2, 7), ids(2, 24, 2)
     cache = it(prompt, use_cache=True).past_key_values
@@ -316,7 +316,7 @@ def test_who_goes_the_general_way(ways):
         it.train()
         assert not goes()
         it.eval()
-    assert not goes()  # a graph is wanted
+    assert not goes()  # autograd needs a graph
     with torch.no_grad():
         assert goes()
         assert not goes(output_hidden_states=True)  # transformers' hooks stay
@@ -407,7 +407,7 @@ def test_another_default_device_changes_nothing(ways):
 
 @pytest.mark.parametrize("fields", [{}, MODELS["hybrid"]], ids=["cosformer", "hybrid"])
 def test_a_cache_that_was_left_in_the_middle_of_a_token_is_refused(ways, monkeypatch, fields):
-    """A signal is heard when the kernel returns: what is kept has the token by then, and its position not."""
+    """A signal is handled when the kernel returns: the cache then has the token, but not its position."""
     it, x = model(**fields), ids(1, 9)
 
     def interrupted(*args, _step=_rows.step):
@@ -423,7 +423,7 @@ def test_a_cache_that_was_left_in_the_middle_of_a_token_is_refused(ways, monkeyp
             with pytest.raises(ValueError, match="left in the middle of a token.*begin with a new cache"):
                 it(more, past_key_values=cache)
         other = it(x, use_cache=True).past_key_values
-        with pytest.raises(IndexError):  # nothing was changed, so it goes on
+        with pytest.raises(IndexError):  # nothing was changed, so it can continue
             it(torch.tensor([[VOCAB]]), past_key_values=other)
         assert it(x[:, :1], past_key_values=other).logits.isfinite().all()
 

@@ -18,7 +18,7 @@ CAUSAL, MASKED, SEQ2SEQ = (
     hf.CosformerForConditionalGeneration,
 )
 headed = pytest.mark.parametrize("kind", [CAUSAL, MASKED, SEQ2SEQ], ids=lambda c: c.__name__)
-HYBRID = {"mixer": "cosformer, softmax+rope", "output_gate": True}  # in every layer all that there is
+HYBRID = {"mixer": "cosformer, softmax+rope", "output_gate": True}  # layers with every option
 
 
 def run(model, **kwargs):
@@ -155,7 +155,7 @@ def test_lora_trains_the_projections():
 
 @pytest.mark.parametrize("kind", [CAUSAL, MASKED, hf.CosformerForConditionalGeneration])
 def test_lora_knows_what_to_adapt(kind):
-    """Without target_modules, as of Llama."""
+    """Without target_modules, as for Llama."""
     peft = pytest.importorskip("peft")
     adapted = peft.get_peft_model(toy_model(kind), peft.LoraConfig(r=2))
     assert adapted.peft_config["default"].target_modules == {"q_proj", "v_proj"}

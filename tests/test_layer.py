@@ -21,7 +21,7 @@ streaming = pytest.mark.parametrize("name", STREAMING)
 
 
 def interior(name="cosformer", *, short_conv=4, qk_norm=True, output_gate=True, **options) -> Interior:
-    """A layer of the toy mixer with all that may stand around it, moved from its start, in float64."""
+    """A layer of the toy mixer with every option, its weights moved off their initial values, in float64."""
     torch.manual_seed(1)
     around = {"short_conv": short_conv, "qk_norm": qk_norm, "output_gate": output_gate}
     mixer = toy_mixer(name, width=WIDTH)
@@ -68,7 +68,7 @@ def by_loop(x, weight, *, ahead=0, ends=None):
 @pytest.mark.parametrize(("width", "ahead"), [(2, 0), (4, 0), (4, 1), (5, 2), (4, 3)])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
 def test_the_convolution_is_its_definition(width, ahead, length, ends, dtype):
-    """Outputs and gradients, in every dtype; none crosses a boundary."""
+    """Outputs and gradients, in every dtype; nothing crosses a boundary."""
     rows = 1 if ends else 2
     given = [torch.randn(shape, dtype=dtype) for shape in ((rows, length, 24), (24, width))]
     dout = torch.randn(rows, length, 24, dtype=dtype)
@@ -137,7 +137,7 @@ def test_a_convolution_starts_as_the_identity(width, centred):
 @pytest.mark.parametrize("shape", [(1, 7), (3, 5, 33), (2, 700, 4, 16), (2, 0, 8)])
 @pytest.mark.parametrize("strided", [False, True])
 def test_the_norm_is_its_definition(shape, dtype, strided):
-    """Outputs and gradients, in every dtype, of rows that lie one after another or do not."""
+    """Outputs and gradients, in every dtype, of contiguous and strided rows."""
 
     def definition(x, w):
         return w * x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
@@ -196,7 +196,7 @@ def test_a_mixer_says_what_it_wants_and_the_layer_has_the_last_word():
 
 
 def test_a_new_layer_is_its_mixer():
-    """The convolution and the norms' weights change nothing at first, and the output gate halves."""
+    """Initially the convolution and the norms' weights change nothing, and the output gate halves."""
     layer = Interior(
         toy_mixer("elu", width=WIDTH), kv_heads=KV_HEADS, short_conv=4, output_gate=True
     ).double()
@@ -241,7 +241,7 @@ def test_padded_equals_alone(side, causal):
 @pytest.mark.parametrize("name", ["cosformer", "softmax+rope", "elu"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_packed_rows_never_cross_a_boundary(name, causal):
-    """The rows are laid end to end: a sequence may even run on into the next row."""
+    """The rows are laid end to end: a sequence may even continue in the next row."""
     layer, given = interior(name, centred=not causal), tokens()
     ends = torch.tensor([0, 5, 6, LENGTH + 4, 2 * LENGTH])
     out = layer(Tokens(*given), causal=causal, cu_seqlens=ends)

@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "src" / "cosformer"
 FILES = sorted(p for p in PACKAGE.rglob("*.py"))
-LONGEST = 350  # lines of a file
+LONGEST = 350  # lines per file
 
 # The rooms that a room may import from.
 LAW = {
@@ -36,8 +36,8 @@ LAW = {
     "picture": {"mixers", "report"},
     "info": {"", "ops"},
 }
-# Inside a room a module may import those of the lines before its own; a room's facade, its __init__, comes
-# last. Mechanisms import the registry, which imports them in turn when it is complete.
+# Within a room a module may import those on earlier lines; a room's facade, its __init__, comes last.
+# Mechanisms import the registry, which imports them in turn once it is complete.
 ORDER = {
     "ops": [
         "call triton",
@@ -105,7 +105,7 @@ def room_of(module: str) -> str:
 
 
 def level_of(module: str) -> int:
-    """The line of ORDER on which a module stands; the facade stands after all."""
+    """The line of ORDER that a module is on; the facade comes after all."""
     room, _, name = module.partition(".")
     lines = [line.split() for line in ORDER.get(room, [])]
     return next((number for number, line in enumerate(lines) if name in line), len(lines) if not name else -1)
@@ -148,7 +148,7 @@ def broken(source: str, module: str, is_package: bool = False) -> list[str]:
     ours, others = imports(source, module, is_package)
     room = room_of(module)
     outside = [x for x in ours if room_of(x) != room]
-    wrong = [x for x in outside if room_of(x) not in LAW[room] or "._" in x]  # a backend is nobody's but ops'
+    wrong = [x for x in outside if room_of(x) not in LAW[room] or "._" in x]  # only ops may import a backend
     if room in ORDER:
         facade_first = module.startswith("mixers.")  # the registry is complete before its mechanisms
         inside = [x for x in ours if room_of(x) == room and x != module and not (facade_first and x == room)]
@@ -197,15 +197,15 @@ def test_import_law_can_be_broken(module, source):
     assert broken(source, module) != []
 
 
-# The extra of pyproject.toml that brings what a room imports; the others have torch alone.
+# The extra of pyproject.toml that installs what a room imports; the others need torch alone.
 EXTRA = {"ops": "gpu", "hf": "hf", "bench": "hf", "generate": "hf", "tasks": "tasks", "train": "train",
          "compare": "train", "report": "report"}  # fmt: skip
-CALLED = {"PIL": "pillow"}  # what is imported by another name than it is installed by
-ASKED_FOR = {"fla"}  # by a user who then is told what to install
+CALLED = {"PIL": "pillow"}  # imported name: installed name
+ASKED_FOR = {"fla"}  # by a user, who is then told to install it
 
 
 def brought_by(extra: str | None) -> set[str]:
-    """What is installed with an extra, by what pyproject.toml says."""
+    """What an extra installs, according to pyproject.toml."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     found = set()
     for wanted in [*project["dependencies"], *project["optional-dependencies"].get(extra, [])]:
@@ -233,7 +233,7 @@ def test_import_is_light():
     heavy = ("transformers", "triton", "matplotlib", "numpy.testing", "pandas")
     assert loaded_by("import cosformer", "torch", "numpy", *heavy) == "[]"
     assert loaded_by("from cosformer import *", *heavy) == "[]"
-    assert loaded_by("import cosformer, json", "json") == "['json']"  # the test can tell
+    assert loaded_by("import cosformer, json", "json") == "['json']"  # the test can fail
 
 
 def test_contributing_says_where_libraries_are_imported():
@@ -274,7 +274,7 @@ def test_no_file_is_too_long_to_hold_in_the_head():
 
 
 def test_tests_share_their_helpers():
-    """In conftest.py and judge.py; what is about Triton alone has files of its own."""
+    """In conftest.py, judge.py and interpreter.py; helpers for Triton alone have files of their own."""
     for path in sorted(ROOT.glob("tests/test_*.py")):
         _, others = imports(path.read_text(), "tests", False)
         ours = {name for name in others if (ROOT / "tests" / f"{name}.py").exists()}
@@ -282,16 +282,16 @@ def test_tests_share_their_helpers():
 
 
 def file_map() -> str:
-    """One line a file, from its first line; of the folders besides ops, one line each."""
+    """One line for each file and folder of the package, from its first line."""
     lines = []
     for path in FILES:
         title = path.relative_to(PACKAGE)
-        if title.parts[0] != "ops" and len(title.parts) > 1:
-            if title.name != "__init__.py":
+        if len(title.parts) > 1:
+            if title.parts[1:] != ("__init__.py",):
                 continue
             title = f"{title.parent}/"
         job = ast.get_docstring(ast.parse(path.read_text())).split("\n")[0].rstrip(".")
-        lines.append(f"{title!s:<18} {job}")
+        lines.append(f"{title!s:<12} {job}")
     return "\n".join(lines)
 
 
@@ -308,7 +308,7 @@ def room_map() -> str:
 
 
 def test_architecture_names_what_is_there():
-    """The walks name files and what is defined in them; the tables of rooms are LAW and ORDER."""
+    """The walks name files and definitions that exist; the tables of rooms are LAW and ORDER."""
     page = (ROOT / "docs" / "architecture.md").read_text()
     places = re.findall(r"`([\w./]+): (\w+)`", page)
     assert len(places) > 12

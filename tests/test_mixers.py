@@ -12,8 +12,8 @@ from torch.testing import assert_close
 from cosformer import mixers
 
 HEADS, DIM, MAX = 4, 8, 64  # of conftest's toy mixer
-WIDTH = 12  # of the layer's input: not that of the heads
-# Options under which a pattern, rank or hash does something at these lengths; others are tested as they come.
+WIDTH = 12  # of the layer's input, unlike the heads'
+# Options under which a pattern, rank or hash matters at these lengths; others are tested with defaults.
 VARIANTS = {
     "bigbird": [{"block": 4, "random": 1}],
     "cosformer": [
@@ -194,7 +194,7 @@ def test_batch_rows_are_independent(name, options):
 @every
 def test_packed_sequences_do_not_meet(name, options):
     mixer = build(name, options)
-    ends = [0, 9, 10, 33, 33, 60, MAX + 16]  # together longer than any one may be
+    ends = [0, 9, 10, 33, 33, 60, MAX + 16]  # together longer than one may be
     for causal in modes(mixer):
         given = inputs(mixer, ends[-1], batch=1)
         pieces = [part(given, slice(a, b)) for a, b in zip(ends, ends[1:]) if b > a]
@@ -347,7 +347,7 @@ def test_cross_attention_adds_up(name, options, length, keys):
 @pytest.mark.parametrize("kv_heads", [HEADS, 2])
 @pytest.mark.parametrize("masked", [False, True])
 def test_an_absorbed_source_is_read_as_cross_attention(name, options, kv_heads, masked):
-    """At once, and token by token: queries at an offset stand where they stand among the others."""
+    """At once, and token by token: queries at an offset give what they give among all the others."""
     mixer = build(name, options)
     if mixer.cross is not True or mixer.bidirectional is not True:
         pytest.skip("it does not attend to another sequence")

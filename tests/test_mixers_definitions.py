@@ -168,12 +168,12 @@ def test_orthogonal_features_beat_independent_ones_and_point_everywhere():
         (F.normalize(w, dim=-1) @ F.normalize(w, dim=-1).mT), torch.eye(8).double(), rtol=0, atol=1e-6
     )
     many = torch.cat([orthogonal(8, 8) for _ in range(2000)])
-    assert many.mean(0).abs().max() < 4 / math.sqrt(len(many))  # no preferred direction, which a bare QR has
+    assert many.mean(0).abs().max() < 4 / math.sqrt(len(many))  # no preferred direction, unlike a bare QR
     assert (many.square().mean() - 1).abs() < 0.02
 
 
 def test_performer_survives_large_keys_and_their_order():
-    """The running maximum: a huge key must push no other row out of the floats, early or late."""
+    """The running maximum: a huge key, early or late, must not make other rows overflow or vanish."""
     q, k, v = qkv(40)
     late = k.clone()
     late[:, :, 30] *= 60
@@ -307,10 +307,11 @@ def test_spe_has_its_template_in_the_mean(name, template):
 
 def test_spe_gives_a_linear_mixer_positions():
     q, k, v = qkv(12)
+    # Equal tokens: without positions all queries get the same.
     q, k = (
         q[:, :, :1].expand_as(q),
         k[:, :, :1].expand_as(k),
-    )  # equal tokens: without positions all queries get the same
+    )
     assert toy_mixer("relu")(q, k, v).std(2).max() < 1e-12
     for positions in ("sine_spe", "conv_spe"):
         assert toy_mixer(f"relu+{positions}")(q, k, v).std(2).min() > 1e-3

@@ -17,7 +17,7 @@ def test_the_document_adds_mechanisms_that_keep_the_contract(tmp_path):
     kernel, use, fading, generating = BLOCKS
     package = tmp_path / "cosformer"
     shutil.copytree(ROOT / "src" / "cosformer", package, ignore=shutil.ignore_patterns("__pycache__"))
-    # An editable install answers for `cosformer` before the path does; in the copy's interpreter it must not.
+    # An editable install finds `cosformer` before the path does; in the copy's interpreter it must not.
     (tmp_path / "sitecustomize.py").write_text(
         "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'Redirecting' not in type(f).__name__]\n"
     )

@@ -38,9 +38,8 @@ def test_nystrom_is_nystromformer():
     theirs = NystromformerSelfAttention(config).eval()
     ours = mixers.build("nystrom", heads=1, head_dim=DIM, max_length=24, landmarks=4, conv=5)
     ours.conv.load_state_dict(theirs.conv.state_dict())
-    for row in inputs(24, DIM).split(
-        1
-    ):  # one matrix a call: theirs starts its inverse from the largest of all of them
+    # One matrix per call: theirs starts its inverse from the largest of all of them.
+    for row in inputs(24, DIM).split(1):
         q, k, v = (split(projection(row), 1) for projection in (theirs.query, theirs.key, theirs.value))
         assert_close(join(ours(q, k, v)), theirs(row)[0], rtol=1e-4, atol=1e-5)
 
@@ -52,11 +51,12 @@ def test_local_is_longformer(leading):
     theirs = LongformerSelfAttention(
         transformers.LongformerConfig(**SIZES, attention_window=[8]), layer_id=0
     ).eval()
+    # Their global tokens have projections of their own; a mixer has none.
     for name in (
         "query",
         "key",
         "value",
-    ):  # their global tokens have projections of their own; a mixer has none
+    ):
         getattr(theirs, f"{name}_global").load_state_dict(getattr(theirs, name).state_dict())
     x = inputs(32)
     is_global = (torch.arange(32) < leading).expand(2, -1)
@@ -89,9 +89,8 @@ def test_bigbird_is_bigbird(padding, monkeypatch):
         global_blocks=(0, -1),
     )
     kept = torch.arange(block * n).expand(2, -1) < block * n - padding
-    if (
-        padding
-    ):  # theirs takes the last block of the padded length as global, ours that of the row's own tokens
+    # Theirs takes the last block of the padded length as global, ours that of the row's own tokens.
+    if padding:
         ours.global_blocks = (0, n - 1)
     _, seen = ours.pattern(kept.unflatten(1, (n, block)))
     drawn = seen[0, :, 1:-1, -2:]  # their random blocks are those we drew

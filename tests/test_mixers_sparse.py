@@ -84,9 +84,8 @@ def test_bigbird_draws_the_blocks_it_says():
         assert table[:, (window | leading)].all()
         drawn = table & ~(window | leading)
         inner = slice(1, n - 1)
-        assert (
-            drawn[:, inner].sum(-1) == 3
-        ).all()  # three others, all different, for all but the global blocks
+        # Three others, all different, for all but the global blocks.
+        assert (drawn[:, inner].sum(-1) == 3).all()
     counts = sum(bigbird_blocks(toy_mixer("bigbird", block=4, seed=s), n)[:, 8] for s in range(300)).sum(0)
     free = counts[[c for c in range(n) if c not in (0, 7, 8, 9, n - 1)]].double()
     assert (free / free.mean() - 1).abs().max() < 0.3  # uniform over what is left
@@ -115,9 +114,8 @@ def test_reformer_with_one_bucket_is_shared_softmax(causal, rounds):
     q, k, v = qkv(37)
     mixer = toy_mixer("reformer", buckets=1, chunk=40, rounds=rounds)
     assert_close(mixer(q, k, v, causal=causal), shared_softmax(q, v, past(37, causal)))
-    assert_close(
-        mixer(q, torch.randn_like(k), v, causal=causal), mixer(q, k, v, causal=causal)
-    )  # k is not read
+    # `k` is not read.
+    assert_close(mixer(q, torch.randn_like(k), v, causal=causal), mixer(q, k, v, causal=causal))
 
 
 def reformer_pairs(mixer, q):
@@ -172,7 +170,7 @@ class Largest(TorchDispatchMode):
 
 
 def growth(name, causal, lengths=(1024, 4096), **options):
-    """Exponents of arithmetic and of the largest tensor made, between mixers made for two lengths."""
+    """Growth exponents of the arithmetic and of the largest tensor made, from mixers for two lengths."""
     flops, sizes = [], []
     for n in lengths:
         mixer = mixers.build(name, heads=1, head_dim=8, max_length=n, **options)

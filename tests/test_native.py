@@ -33,7 +33,7 @@ def threads():
 @pytest.mark.parametrize("decay", [None, "head", "position"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_threads(threads, n, heads, causal, decay):
-    """Over heads, and, where there are fewer heads than threads, over the chunks of one sequence."""
+    """Threads share heads or, if there are fewer heads than threads, the chunks of one sequence."""
     threads(n)
     q, k, v = inputs(B=1, H=heads, Hk=heads, L=1500, S=1500, D=12, E=9)
     judge(on("native"), q, k, v, causal=causal, decay=rates(decay, 1, heads, 1500), horizon=2000)
@@ -43,7 +43,7 @@ def test_threads(threads, n, heads, causal, decay):
 @pytest.mark.parametrize("horizon", [200, math.inf])
 @pytest.mark.parametrize("causal", [False, True])
 def test_short_sequences(length, horizon, causal):
-    """One chunk without a state up to a length that depends on who wants the state, and on the cosine."""
+    """One chunk without a state, up to a length that depends on the cosine and whether a state is wanted."""
     mask = torch.rand(2, length) > 0.3
     for decay in (None, "head", "position"):
         for key_mask, size in ((None, 64), (mask, 33)):
@@ -71,7 +71,7 @@ def test_short_packed_sequences_of_signed_features(causal):
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_long_sums_keep_their_digits(threads, causal):
-    """A million keys of one sign: each is small beside the state that it enters."""
+    """A million keys of one sign: each is tiny beside the state it is added to."""
     threads(1)
     length, last = 1_000_000, 100
     q, k, v = (torch.rand(1, 1, length, 4) + 0.1 for _ in range(3))
@@ -147,7 +147,7 @@ def test_every_instruction_set(isa):
 
 @pytest.fixture
 def unloaded(monkeypatch):
-    """The kernel is looked for again, and again after the test."""
+    """Makes the kernel load anew in the test, and again after it."""
     _native._loaded.cache_clear()
     yield monkeypatch
     monkeypatch.undo()
@@ -196,7 +196,7 @@ def test_is_the_default():
 
 
 def test_openmp_runtime_is_shared():
-    """Two runtimes in one process would each start their threads, and fight for the cores."""
+    """Two runtimes in one process would each start threads, which would compete for the cores."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         pytest.skip("no /proc here")

@@ -1,7 +1,7 @@
 """One sequence over 2 and 4 processes does what one process does: outputs, gradients, traffic.
 
-The processes are started once. Each runs every case below and compares its part with the whole, computed by
-itself; this file is their program, too.
+The processes are started once. Each runs every case below and compares its part with the whole, which it
+computes itself; this file is also their program.
 """
 
 import math
@@ -74,7 +74,7 @@ def compare(group, seed, dtype, *, causal, decay, lengths=None, packed=False, ma
     Hk = rng.choice([1, 2, 4])
     q, k, v = (torch.randn(B, h, N, d, dtype=dtype) for h, d in ((H, D), (Hk, D), (Hk, E)))
     lam = rates(decay, B, H, N)
-    if lam is not None:  # under the strongest, gradients cancel to nearly nothing: those only in float64
+    if lam is not None:  # the strongest only in float64: gradients cancel to nearly nothing
         lam = lam.to(dtype) / (1 if dtype == torch.float64 else 20)
     places = places_of(B, N, rng) if packed else None
     mask = torch.rand(B, N) > 0.3 if masked else None
@@ -101,7 +101,7 @@ def compare(group, seed, dtype, *, causal, decay, lengths=None, packed=False, ma
     close(found, mine(out), "out")
     got = torch.autograd.grad(found, [t for t in parts if t is not None], mine(dout))
     for name, g, w, r in zip(("dq", "dk", "dv", "ddecay"), got, wanted, rounded, strict=False):
-        if w.ndim == 1:  # one rate a head: the ranks' shares of the gradient add up
+        if w.ndim == 1:  # one rate per head: the ranks' shares of the gradient add up
             g = shard.gathered(g).sum(0)
         close(g, mine(w), name, max(LIMIT[dtype], 2 * error(r, w)), w)  # some sums cancel, in one process too
     if causal and not packed:
@@ -154,7 +154,7 @@ def masked_tokens_may_hold_anything(group, _):
 
 @case("bfloat16", "float16")
 def half_precision(group, dtype):
-    """Beside float32 of the same numbers: no further off than one process is."""
+    """Against float32 on the same numbers: no further off than one process is."""
     rank, W = dist.get_rank(group), dist.get_world_size(group)
     torch.manual_seed(5)
     dtype = getattr(torch, dtype)
@@ -202,7 +202,7 @@ class Counted:
 
 @case()
 def traffic(group, _):
-    """One message a direction, of a size that does not grow with the length: the documented formula."""
+    """One message per direction, of a size that does not grow with the length: the documented formula."""
     W = dist.get_world_size(group)
     B, H, D, E = 2, 3, 4, 5
     for causal, decay, horizon in (
@@ -227,7 +227,7 @@ def traffic(group, _):
 
 
 class Order:
-    """Writes down what happens: messages sent and waited for, and calls of a backend by what they relate."""
+    """Records what happens: messages sent and waited for, and backend calls by what they relate."""
 
     def __init__(self):
         self.seen = []
@@ -259,7 +259,7 @@ class Order:
 
 @case()
 def messages_travel_while_a_process_works(group, _):
-    """Nothing waits for a message before all is done that can be done without it."""
+    """Nothing waits for a message before all work that does not need it is done."""
     shard = Shard.of(group, torch.empty(1, 9))
     for causal, decay, ways in ((True, 0.1, 1), (True, None, 1), (False, 0.1, 2)):
         q, k, v = (torch.rand(1, 2, 9, 4).requires_grad_() for _ in range(3))

@@ -1,4 +1,4 @@
-"""Models whose sequence several processes hold do what one process does: loss, gradients, cache, refusals."""
+"""Models with a sequence split over processes do what one process does: loss, gradients, cache, refusals."""
 
 from pathlib import Path
 from unittest.mock import patch
@@ -56,8 +56,8 @@ def awake(model):
 
 
 def compare(group, model, batch, *, shared=()):
-    """The loss and gradients of a batch (B, N) in one process and in the group's, averaged over them; the
-    loss is float32."""
+    """Compares the loss and gradients of a batch (B, N) in one process with those of the group's processes,
+    averaged; the loss is float32."""
     rank, W = dist.get_rank(group), dist.get_world_size(group)
     lengths = LENGTHS[W]
     if "shift_labels" in batch:
@@ -94,7 +94,7 @@ def text(packed=False, masked=False):
         batch["position_ids"][1] = torch.arange(50)
     if masked:
         at = torch.arange(50)
-        batch["attention_mask"] = torch.stack([at >= 20, at < 31]).long()  # on the left, and on the right
+        batch["attention_mask"] = torch.stack([at >= 20, at < 31]).long()  # padded left, and right
     return batch
 
 
@@ -152,7 +152,7 @@ def poolings(group, pooling):
     batch["labels"] = torch.tensor([0, 2])
     model = encoder(CosformerForSequenceClassification, pooling=pooling)
     everybody = dist.get_world_size(group) == dist.get_world_size()
-    if everybody or pooling != "normed-mean":  # which normalises over all processes there are
+    if everybody or pooling != "normed-mean":  # it normalises over all processes
         compare(group, model, batch, shared=("labels",))
 
 
@@ -224,7 +224,7 @@ def refusals(group, _):
     for use in (lambda: prefill(model, ids, other), lambda: sequence_parallel(model, other).__enter__()):
         with pytest.raises(ValueError, match="is not one of it"):
             use()
-    with sequence_parallel(model):  # torch's way to say all
+    with sequence_parallel(model):  # no group means all, as in torch
         assert model.model.sequence_group is dist.group.WORLD
 
 
@@ -263,7 +263,7 @@ def torch_context_parallelism_is_refused(group, _):
 
 @pytest.mark.parametrize("size", ["cp_size", "sp_size"])
 def test_accelerate_parallelism_is_refused(monkeypatch, size):
-    """In a loop, or a Trainer, of the user's own: the models look at what accelerate was told."""
+    """Also in a user's own loop or Trainer: the models look at what accelerate was told."""
     ids = torch.randint(3, 40, (1, 16))
     for kind, model in all_kinds().items():
         told = {"parallelism_config": ParallelismConfig(dp_shard_size=2, **{size: 4})}
@@ -276,7 +276,7 @@ def test_accelerate_parallelism_is_refused(monkeypatch, size):
 
 
 def test_a_compiled_model_refuses_what_it_refuses_otherwise(monkeypatch):
-    """Also what begins after it was compiled; in a graph every refusal is a RuntimeError."""
+    """Also what is set after it was compiled; in a graph every refusal is a RuntimeError."""
     model = CosformerModel(CosformerConfig(**SMALL | {"num_hidden_layers": 1}))
     compiled = torch.compile(model, backend="eager", fullgraph=True)
     ids, given = torch.randint(3, 40, (1, 8)), {"attention_mask": torch.ones(1, 8, dtype=torch.long)}

@@ -1,4 +1,4 @@
-"""Pictures of attention matrices are drawn of the matrices themselves, of any mixer."""
+"""Pictures of attention matrices show the matrices themselves, for any mixer."""
 
 import math
 

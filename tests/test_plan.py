@@ -1,4 +1,4 @@
-"""Plans: the second call of a kind is the first one's equal, in results, gradients and errors."""
+"""Plans: the second call of a kind equals the first, in results, gradients and errors."""
 
 import math
 from functools import partial
@@ -116,7 +116,7 @@ def backward_plans() -> int:
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("decay", [None, "position"])
 def test_a_backward_is_planned_for_what_it_is_given(causal, decay, dtype):
-    """Upstream gradients and saved tensors may lie in memory otherwise than before."""
+    """Upstream gradients and saved tensors may have other strides than before."""
     q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2).to(dtype) for x in inputs(L=9, S=9))
     rate = rates(decay, 2, 4, 9)
     leaves = [x.detach().requires_grad_() for x in (q, k, v, rate) if x is not None]
@@ -138,11 +138,11 @@ def test_a_backward_is_planned_for_what_it_is_given(causal, decay, dtype):
             for got, want in zip(found, wanted):
                 assert_close(got, want)
     if decay is None or causal or dtype == torch.float32:
-        assert backward_plans() == 6  # three ways that the upstream gradient lies, and the saved ones two
+        assert backward_plans() == 6  # three layouts of the upstream gradient, times two of the saved tensors
 
 
 def test_no_plan_where_a_transform_is_at_work():
-    """Not even for tensors that it does not wrap; and nothing that it makes is kept."""
+    """Not even for tensors that it does not wrap; and nothing it makes is kept."""
     q, k, v = (x.requires_grad_() for x in inputs(L=9, S=9))
     more = torch.randn(3, *q.shape[:3], v.shape[3])
     for leaves in ((q, k, v), (q.detach(), k.detach(), v.detach())):
@@ -157,7 +157,7 @@ def test_no_plan_where_a_transform_is_at_work():
 
 @pytest.mark.parametrize("causal", [False, True])
 def test_checkpointing_saves_alike_whoever_watches(causal):
-    """A mode that watches the forward, and not its recomputation."""
+    """Under a mode that watches the forward, but not its recomputation."""
     q, k, v = (x.requires_grad_() for x in inputs(L=9, S=9))
 
     def call(*x):
@@ -228,7 +228,7 @@ def test_what_a_horizon_in_a_tensor_says_may_change():
 
 
 def test_values_that_are_not_in_memory():
-    """A plan reads addresses, so what torch keeps as a mark on a tensor must not be taken for it."""
+    """A plan reads addresses, so it must not miss what torch keeps as a flag on a tensor."""
     q, k, v = inputs(L=9, S=9)
     cosformer_attention(q, k, v)
     assert_close(cosformer_attention((-q)._neg_view(), k, v), cosformer_attention(q, k, v))

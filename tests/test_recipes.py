@@ -22,7 +22,7 @@ TOY = ["--size", "toy", "--length", "32", "--set", "task.tokenizer=bytes"]
 
 @pytest.fixture(autouse=True)
 def elsewhere(tmp_path, monkeypatch):
-    """Where none of the data is that recipes name."""
+    """A folder without the data that recipes name."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COSFORMER_CACHE", str(tmp_path / "cache"))
 
@@ -41,9 +41,8 @@ def test_says_what_it_is(path):
     assert f"--recipe recipes/{name(path)}.toml" in text, "its command"
     if path in PAPER:
         assert "Not run here at this scale" in text and "# Wants:" in text and "# Data:" in text
-        for line in re.findall(
-            r"^\w+ = [\d.e_-]+$", text, re.M
-        ):  # its source stands beside a number, or above
+        # A number's source is beside it, or above.
+        for line in re.findall(r"^\w+ = [\d.e_-]+$", text, re.M):
             assert line.split()[0] in BELOW, f"{line}: where is it from?"
 
 

@@ -138,6 +138,9 @@ def test_what_is_no_contest_stands_in_no_verdict(tmp_path):
     told = " ".join(summary.paragraphs(measured))
     assert "with norms" not in told and "alone (softmax + RoPE not measured)" in told
     assert [title for title, _ in tables.verdicts(measured).rows[""]] == ["lm"]
+    table = tables.parts([*measured.group("parts"), *measured.group("lm")])
+    assert [title for title, _ in table.rows[""]] == ["with norms", "lm", "alone"]
+    assert [entry.text for entry in table.rows[""][0][1]] == ["perplexity", "–", "3.80"]
     report.write_page([*versus(7.0, 7.7), part], tmp_path / "page.html")
     assert "with norms" in (tmp_path / "page.html").read_text()
 
@@ -188,7 +191,7 @@ def test_growth_needs_three_lengths_and_says_how_many_it_used():
     assert costs.growth(points[:3]) == (pytest.approx(1.5), 3)
     assert costs.growth(points[:2]) is None and costs.growth([(8, 1.0)] * 3) is None
     mixed = [(1, 1e6), (2, 1e6), *((n, float(n)) for n in (64, 128, 256, 512))]
-    assert costs.growth(mixed) == (pytest.approx(1.0), 4)  # the longest count
+    assert costs.growth(mixed) == (pytest.approx(1.0), 4)  # only the longest count
 
 
 def test_an_exponent_is_shown_with_its_lengths_and_two_give_none():
@@ -236,7 +239,7 @@ def test_searches_published_figures_and_busy_machines_are_shown(page):
     ]
     again = [replace(row, steps=1000, loss=1.5) for row in measured.searches[:1]]
     table = tables.searches(Measured([*invented(), *again]))
-    assert list(table.rows)[-1].endswith(", 1,000 steps")  # a longer trial is not one of the search
+    assert list(table.rows)[-1].endswith(", 1,000 steps")  # a longer trial is not part of the search
     assert tables.searches(Measured(measured.searches)).rows[next(iter(table.rows))][0][1][0].more == ""
     text = next(e for e in measured.experiments if e.row.task == "text")
     assert tables.one_task(text).rows[""][0][1][0].more == "published 64.0"
@@ -279,7 +282,7 @@ def test_the_papers_averages(name):
     """A slip in copying would show: the last column is the mean of the others."""
     for model, row in tables.PAPER[name]["rows"].items():
         *values, average = map(float, row.split())
-        if model != "Sinkhorn":  # printed like this
+        if model != "Sinkhorn":  # the paper prints another average
             assert sum(values) / len(values) == pytest.approx(average, abs=0.011), model
 
 
@@ -386,7 +389,7 @@ def test_sections_follow_the_results(page, tmp_path):
 
 def test_all_text_is_escaped(tmp_path):
     evil = "<script>alert(1)</script>\"'&"
-    kept = {"kind", "status", "metric", "what", "work"}  # words that mean something
+    kept = {"kind", "status", "metric", "what", "work"}  # fields with fixed words
     rows = []
     for row in invented():
         strings = {
@@ -495,7 +498,7 @@ def test_the_readme_and_the_published_report_come_from_the_committed_results(tmp
     assert page.read_text() == (ROOT / "README.md").read_text()
     report.main([str(ROOT / "benchmarks" / "compare.jsonl"), "--html", str(made)])
 
-    def text(file: Path) -> str:  # without the matrices: they are as matplotlib made them then
+    def text(file: Path) -> str:  # without the matrices: their bytes depend on matplotlib's version
         return re.sub(r'src="data:[^"]*"', "", file.read_text())
 
     assert text(made) == text(ROOT / "benchmarks" / "compare.html")

@@ -44,7 +44,7 @@ def file(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def visit(browser, file):
-    """Open a report; at the end, there must have been no error and no request but for the file itself."""
+    """Opens a report; in the end there must have been no error and no request but for the file itself."""
     pages, wrong = [], []
 
     def go(width: int = 1280, scheme: str = "light", file: Path = file):
@@ -113,7 +113,7 @@ NAMES = {"cosformer": "cosFormer", "cosformer-paper": "cosFormer (paper)", "soft
 
 
 def test_the_tables_say_what_the_rows_say(visit):
-    """Recomputed here, with nothing of the report."""
+    """Recomputed here, without the report's code."""
     rows, page = invented(), visit()
     shown = cells(page, "WikiText-2 language model")
     lengths = sorted({row.length for row in of(rows, Cost)})

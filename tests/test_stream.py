@@ -68,7 +68,7 @@ def test_state_is_part_of_the_graph(backend):
             + (state.tensor * torch.linspace(-1, 1, state.tensor.numel()).reshape(state.tensor.shape)).sum()
         )
 
-    # an independent road to the same number: the definition's state, written as a sum over keys
+    # an independent way to the same number: the definition's state, written as a sum over keys
     def by_definition(q, k, v, lam):
         out = reference.attention(q, k, v, horizon=90, causal=True, decay=lam)[:, :, 25:]
         A = lam.cumsum(-1)
@@ -201,7 +201,7 @@ def test_moves(backend):
 
 
 def test_memory_of_cross_attention(backend):
-    """linear_state, linear_read is bidirectional attention, with gradients, wherever the queries stand."""
+    """linear_state, then linear_read, is bidirectional attention, with gradients, at any query offset."""
     q, k, v = inputs(L=40, S=90)
     mask = torch.rand(2, 90) > 0.3
 
@@ -290,7 +290,7 @@ def test_a_stream_at_its_horizon_says_what_to_do():
     "order", [(None, "head", "position"), ("position", None, "head"), ("head", "position", None)]
 )
 def test_rates_begin_end_and_change_in_a_stream(backend, dtype, order):
-    """Rates belong to tokens, and none is a rate of 0, so the state needs to know nothing of them."""
+    """Rates belong to tokens, and None means a rate of 0, so the state need not know them."""
     q, k, v = inputs(L=60, S=60, dtype=dtype)
     parts = {
         None: torch.zeros(2, 4, 20),
@@ -330,7 +330,7 @@ def segment(k, v, decay, mask, a, b, **options):
 @given(cuts=st.lists(st.integers(0, 100), min_size=2, max_size=2).map(sorted))
 @example(cuts=[0, 41])
 def test_segments_join_in_any_grouping(backend, dtype, horizon, decay, cuts):
-    """Cut anywhere, the states of the parts join to that of the stream; gradients are those of the stream."""
+    """Cut anywhere, the states of the parts join into the stream's, with the stream's gradients."""
     if dtype not in (torch.float32, torch.float64):
         return  # a state is float32 there, of rounded inputs
     _, k, v = inputs(L=100, S=100, dtype=dtype)
@@ -363,7 +363,7 @@ def test_segments_join_in_any_grouping(backend, dtype, horizon, decay, cuts):
 
 
 def test_a_segment_goes_on_as_a_stream(backend):
-    """Tokens that a segment takes in fade what came before it, too; it is saved and loaded with that."""
+    """Tokens added to a segment also fade what came before it; saving and loading keep that."""
     q, k, v = inputs(L=60, S=60)
     lam, mask = torch.rand(2, 4, 60) / 10, torch.ones(2, 60, dtype=torch.bool)
     options = {"horizon": 90, "backend": backend}

@@ -40,7 +40,7 @@ pytestmark = pytest.mark.usefixtures("own_cache")
 
 
 def leftovers(cache: Path) -> list[Path]:
-    """What a failure left behind; a vocabulary that was made whole before it is none."""
+    """What a failure left behind, without vocabularies that were finished before it."""
     return [p for p in cache.glob("*") if not p.name.startswith("tokenizer-")]
 
 
@@ -84,7 +84,7 @@ def test_packed_windows_lose_nothing_and_leak_nothing(tmp_path_factory, lengths,
                 assert (where - index * stride >= length - stride).all(), "less context than promised"
         starts = np.cumsum(lengths) - lengths
         expected = np.ones(len(stream), int)
-        expected[starts] = 0  # a document's first token cannot be asked for: nothing of it comes before
+        expected[starts] = 0  # a document's first token cannot be predicted: nothing of it comes before
         np.testing.assert_array_equal(scored, expected)
     for item in windows:
         ids, labels, positions = (item[k].numpy() for k in ("input_ids", "labels", "position_ids"))
@@ -278,7 +278,7 @@ def test_documents_by_row_by_file_and_by_size(tmp_path):
 
 
 def test_a_name_of_two_splits(tmp_path):
-    """A folder called as a split decides; a file whose name says two is not guessed about."""
+    """A folder named after a split decides; a file whose name mentions two is refused."""
     for name in ("train/a.txt", "train/test_plan.txt", "test/train-notes.txt", "val/b.txt"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text("text\n")

@@ -105,7 +105,7 @@ def assert_same_mean(first, second):
 
 
 def test_statistics_equal_the_published_procedure(drawn):
-    """Under length limits the numbers of arguments and depths are not simple: the procedure is the judge."""
+    """Length limits distort the distributions of arguments and depths, so the procedure is the judge."""
     theirs = published_trees(1_000, seed=1)
     lengths, expected = [len(tree) for tree, _ in drawn], [len(tree) for tree in theirs]
     assert_same_mean(lengths, expected)

@@ -26,7 +26,7 @@ def predicted(predictions, labels=None):
 
 
 def test_perplexity_and_bits_per_byte_by_hand():
-    # Three tokens; what the right one gets at the positions the labels shift to: 1/2, 1/4 and 0.6.
+    # A vocabulary of three; the right tokens have probability 1/2, 1/4 and 0.6 where the shifted labels are.
     logits = torch.log(
         torch.tensor(
             [
@@ -35,7 +35,7 @@ def test_perplexity_and_bits_per_byte_by_hand():
             ]
         )
     )
-    labels = torch.tensor([[0, 2, 0], [1, -100, 2]])  # asked at t = 1, 2 of row 0 and t = 2 of row 1
+    labels = torch.tensor([[0, 2, 0], [1, -100, 2]])  # scored at t = 1, 2 of row 0 and t = 2 of row 1
     scores = TokenScores(shift=True, byte_lengths=np.array([0, 1, 3]))((logits, "state"), labels)
     nats = [math.log(2) + math.log(4), -math.log(0.6)]
     np.testing.assert_allclose(scores, [[nats[0], 2, 1, 3], [nats[1], 1, 1, 3]], rtol=1e-5)

@@ -1,4 +1,4 @@
-"""What a new user meets: defaults that learn, changed data, tables nearly right, files that are no text."""
+"""What a new user meets: defaults that learn, changed data, tables nearly right, files that are not text."""
 
 import io
 import json
@@ -89,7 +89,7 @@ def test_a_large_file_is_read_once_and_again_when_it_changed(tmp_path, monkeypat
         assert cache.digest(path) == found
     before = path.stat()
     path.write_bytes(b"Content")
-    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # as long, and as old by its own account
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # same size, same modification time
     assert cache.digest(path) != found
 
 
@@ -237,7 +237,7 @@ def test_measurements_are_no_classes_and_are_not_dumped(tmp_path):
     assert build("classify", data=tmp_path / "x.jsonl").labels == ("0", "0.5", "1", "1.5", "2", "2.5")
 
 
-# what is no text
+# what is not text
 
 
 def archives(folder: Path) -> list[tuple[Path, str]]:

@@ -194,7 +194,7 @@ def test_jacobian_of_one_row(backend):
 
 
 def test_marks_instead_of_values(backend):
-    """torch may keep a sign or zeros as a mark on the tensor; a kernel that reads memory must not miss it."""
+    """torch may keep a sign or zeros as a flag on the tensor; a kernel that reads memory must not miss it."""
     numbers = torch.randn(3, 2, 4, 30, 6, dtype=torch.complex64)
     q, k, v = (x.conj().imag for x in numbers)
     assert q.is_neg()

@@ -1,4 +1,4 @@
-"""cosformer train: what a run leaves behind, how long it takes, and what is said of it."""
+"""cosformer train: what a run leaves behind, how long it takes, and what it prints."""
 
 import dataclasses
 import json
@@ -48,7 +48,7 @@ def test_the_best_stays_although_later_ones_are_worse(monkeypatch):
         )
 
     monkeypatch.setattr(tasks, "build", scored)
-    result = go(run_of(training={"eval_steps": 1, "save_steps": 3}))  # the best is no multiple of save_steps
+    result = go(run_of(training={"eval_steps": 1, "save_steps": 3}))  # the best is not a save step
     assert result["best_step"] == 2 and checkpoints() == ["checkpoint-2", "checkpoint-6"]
     assert same("run", "run/checkpoint-2")
 
@@ -77,7 +77,7 @@ def test_of_equals_the_one_with_the_lowest_loss_is_the_best(monkeypatch):
     ],
 )
 def test_evaluation_is_sized_by_the_settings(training, while_training, at_end):
-    """So that it takes less than a tenth of the time, and is the same in a run that goes on."""
+    """So that it takes less than a tenth of the time, and is the same in a resumed run."""
     run = run_of(training=training, eval_examples=None, task_settings={"length": 8, "examples": [24, 500, 8]})
     task = build_task(run)
     trainer = build_trainer(run, task, build_model(run, task, start=None), [])
@@ -105,7 +105,7 @@ def test_evaluations_fit_the_saves_that_were_asked_for(training, evaluated):
 
 
 def test_time_left_counts_everything(monkeypatch):
-    """On a clock of ours: steps, evaluations, checkpoints and the last scores."""
+    """On a fake clock: steps, evaluations, checkpoints and the final scores."""
     now = 0.0
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now)
     bar = progress.Bar(None, at_end=100, batch=8)
@@ -122,7 +122,7 @@ def test_time_left_counts_everything(monkeypatch):
         if step % 20 == 0:
             now += 0.5  # a checkpoint
         estimates[step] = now + bar.left(state)
-    assert estimates[1] > 300  # the first step is slow, but all there is
+    assert estimates[1] > 300  # there is only the first, slow step
     assert bar.left(state) == pytest.approx(5.0)  # 100 examples at a twentieth of a second
     assert all(estimates[step] == pytest.approx(now + 5.0, rel=0.07) for step in range(20, 101))
     assert estimates[5] == pytest.approx(now + 5.0, rel=0.3)  # before anything was evaluated
@@ -153,7 +153,7 @@ def test_a_finished_run_goes_on_for_longer(whole, capsys):
     longer = run_of(training={"max_steps": 10})
     with pytest.raises(train.SettingsError, match="its max_steps is 6, not 4; .*: a larger --max_steps, or"):
         go(run_of(training={"max_steps": 4}), resume=True)
-    with pytest.raises(train.Interrupted):  # and stops on its way as any run does
+    with pytest.raises(train.Interrupted):  # and can be interrupted like any run
         go(longer, resume=True, watch=Signal(8))
     with pytest.raises(train.SettingsError, match="its max_steps is 10, not 6"):
         go(resume=True)
@@ -200,7 +200,7 @@ def test_epochs_may_be_given_in_the_place_of_steps():
 
 
 def test_evaluation_leaves_no_example_out():
-    """The last batch of a training epoch is dropped where it is smaller; one of an evaluation is not."""
+    """A smaller last batch is dropped in a training epoch, but not in an evaluation."""
     task = tasks.build("copy", length=8, examples=(10, 7, 7))
     run = run_of(task_settings={"length": 8, "examples": [10, 7, 7]})
     trainer = build_trainer(run, task, build_model(run, task, start=None), [])

@@ -1,5 +1,5 @@
-"""Training in two processes: DDP and FSDP2 do what one process does with the same batches, and leave what one
-can go on from.
+"""Training in two processes: DDP and FSDP2 do what one process does with the same batches, and leave
+checkpoints that one process can resume from.
 
 Under torchrun this file is the program that the tests start: it trains every job, one after the other.
 """
@@ -26,7 +26,7 @@ from cosformer.train.progress import read
 STEPS = 6
 BATCH = 8
 LAYER = "LlamaDecoderLayer"
-# "long" has what looks at all rows of a batch, or of an epoch: a batch norm, batches of like length.
+# "long" has what looks at all rows of a batch or an epoch: a batch norm, batches of similar length.
 NAME = {"long": "classify"}
 TASKS = {
     "lm": {"length": 32, "data": "texts.jsonl"},  # rows of unequal length, packed
@@ -34,7 +34,7 @@ TASKS = {
     "classify": {"length": 24, "data": "rows.csv"},
     "long": {"length": 24, "data": "rows.csv"},
 }
-# A batch norm divides by the little in which texts differ.
+# A batch norm divides by the small differences between texts.
 CLOSE = {"lm": 1e-5, "mlm": 1e-5, "classify": 1e-5, "long": 3e-4}
 
 
@@ -55,7 +55,7 @@ def run_of(folder: Path, task: str, how: str, *, processes: int) -> train.Run:
 
 
 class Shards(TrainerCallback):
-    """Writes down how much of the model this process holds."""
+    """Records how much of the model this process holds."""
 
     def __init__(self, out: Path):
         self.out = out
@@ -83,7 +83,7 @@ def work(folder: Path) -> None:
 
 
 def prepare(folder: Path) -> None:
-    """The data, the runs of two processes, and the same in one."""
+    """The data, the runs in two processes, and the same runs in one."""
     two_sets(folder)
     process = torchrun(__file__, str(folder))
     said, _ = process.communicate(timeout=300)
@@ -106,16 +106,16 @@ def scores_and_weights_are_those_of_one(folder, task, how):
     metric = want["metric"]
     assert got["test"][metric] == pytest.approx(want["test"][metric], rel=1e-4)
     same = ["parameters", "steps", "best_step"]
-    same += ["tokens"] if task in ("lm", "mlm") else []  # others pad, each batch its way
+    same += ["tokens"] if task in ("lm", "mlm") else []  # others pad batches, which differ
     assert [got[key] for key in same] == [want[key] for key in same]
     found = train.evaluate(run_of(folder, task, "alone", processes=1), folder / f"{task}-{how}")
     for scores in (found, got["test"]):
-        scores.pop("loss")  # the Trainer's mean of means of batches, which are others in one process
+        scores.pop("loss")  # the Trainer's mean of batch means: one process has other batches
     assert found == pytest.approx(got["test"], rel=1e-4)
     a, b = (load_file(folder / f"{task}-{name}" / "model.safetensors") for name in (how, "alone"))
     assert a.keys() == b.keys()
     for name in a:
-        # What a batch norm takes out of a shift before it has noise for a gradient, and Adam follows noise.
+        # A batch norm removes any shift before it, whose gradient is then noise, and Adam follows noise.
         if task != "long" or name.startswith(("classifier", "bert.pooler")):
             torch.testing.assert_close(a[name], b[name], rtol=1e-3, atol=2e-4)
 
@@ -124,7 +124,7 @@ def every_process_holds_its_share(folder, task, how):
     first, second = (
         json.loads((folder / f"{task}-{how}" / f"shards-{i}.json").read_text()) for i in range(2)
     )
-    assert first["masks"] != second["masks"]  # dropout hides other places in every process
+    assert first["masks"] != second["masks"]  # dropout differs between processes
     if how == "fsdp":
         assert first["kinds"] == ["DTensor"] and first["held"] + second["held"] == first["all"]
         assert first["held"] < 0.6 * first["all"]
@@ -136,7 +136,7 @@ def no_example_is_counted_twice(folder, task, how):
     found = json.loads((folder / f"{task}-{how}" / "result.json").read_text())
     run = run_of(folder, task, how, processes=2)
     test = tasks.build(run.task, **run.task_settings).test
-    assert len(test) % 2 == 1 or run.task != "classify"  # two processes must fill up the last batch
+    assert len(test) % 2 == 1 or run.task != "classify"  # two processes must pad the last batch
     if "tokens" in found["test"]:
         labels = [row["labels"][1:] if task == "lm" else row["labels"] for row in test]
         assert found["test"]["tokens"] == sum(int((row != tasks.IGNORE).sum()) for row in labels)

@@ -36,7 +36,7 @@ SHARDED = importlib.util.find_spec("cosformer.train.sharded") is not None
 
 
 def toy(words: list[str]) -> list[str]:
-    """A command of the page with what makes it small; the last of two same arguments counts."""
+    """A command of the page, made small; of a repeated argument the last counts."""
     verb = words[1]
     if verb == "generate":
         return [*words, "--max-new-tokens", "2"]

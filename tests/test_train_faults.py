@@ -1,8 +1,8 @@
 """Faults on purpose: kill -9 at random moments and damage in the newest checkpoint, in one process and in
-two; full disks; changed data. A run ends, bit for bit, as if nothing had happened, or says a clear line.
+two; full disks; changed data. A run ends, bit for bit, as if nothing had happened, or with a clear line.
 
 Run as a script this file is the driver: it imports once and forks a child for every attempt, before torch has
-threads. A child is the command line as a user has it.
+threads. A child runs the command line as a user would.
 """
 
 import builtins
@@ -79,7 +79,7 @@ def argv(out: Path, processes: int) -> list[str]:
 
 
 def children(out: Path, processes: int) -> list[int]:
-    """Train, or go on; the process ids. What they say is in a file beside the run."""
+    """Train, or resume; returns the process ids. Their output goes to a file beside the run."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -109,7 +109,7 @@ def children(out: Path, processes: int) -> list[int]:
 
 
 def finish(out: Path, processes: int) -> float:
-    """Let a run end by itself; the seconds it took."""
+    """Let a run end by itself; returns the seconds it took."""
     start = time.monotonic()
     codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in children(out, processes)]
     assert not any(codes), (codes, Path(f"{out}.said").read_text())
@@ -117,7 +117,7 @@ def finish(out: Path, processes: int) -> float:
 
 
 def newest(out: Path) -> Path | None:
-    """What a fault goes to: the newest checkpoint that was finished, or the model of a run that is."""
+    """Where a fault goes: the newest finished checkpoint, or the model of a finished run."""
     if (out / "checksums.json").exists():
         return out
     sealed = [path.parent for path in out.glob("checkpoint-*/checksums.json")]
@@ -146,7 +146,7 @@ def drive(folder: Path, seed: int) -> None:
             file = place / (f"rng_state_{rng.randrange(2)}.pth" if processes == 2 and "rng" in name else name)
             if not file.exists():  # a finished model has no optimizer
                 file = place / "model.safetensors"
-            if not file.exists():  # the last fault took it, and the run was killed before it was made again
+            if not file.exists():  # the last fault deleted it, and a kill kept it from being remade
                 continue
             damage(file, rng)
             found["damaged"].append([damage.__name__, place.name, file.name])
@@ -155,7 +155,7 @@ def drive(folder: Path, seed: int) -> None:
 
 
 def check(folder: Path, seed: int) -> None:
-    """The driver ran into faults, and what it left is what an undisturbed run leaves."""
+    """After the driver's faults, what is left is what an undisturbed run leaves."""
     rows(folder)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     environment["COSFORMER_CACHE"] = str(folder / "cache")
@@ -185,11 +185,11 @@ def check(folder: Path, seed: int) -> None:
 
 @pytest.mark.parametrize("seed", [7, *(pytest.param(n, marks=pytest.mark.slow) for n in range(6))])
 def test_kills_and_faults_leave_no_trace(tmp_path, seed):
-    """Twenty of them; many more would fall on a run that is finished."""
+    """Twenty of them; many more would hit a finished run."""
     check(tmp_path, seed)
 
 
-# One fault at a time, and what is said of it
+# One fault at a time, and what is said about it
 
 
 def stopped(step: int, run=None) -> None:
@@ -235,7 +235,7 @@ def test_a_damaged_best_is_not_gone_on_without(here, whole, capsys):
     best = json.loads(state.read_text())["best_global_step"]
     others = [path for path in Path("run").glob("checkpoint-*") if path.name != "checkpoint-6"]
     assert len(others) == 1
-    if best == 6:  # let the older one be it
+    if best == 6:  # make the older one the best
         best = int(others[0].name.split("-")[1])
         state.write_text(json.dumps(json.loads(state.read_text()) | {"best_global_step": best}))
         unseal(state.parent)
@@ -312,11 +312,11 @@ def test_the_data_changed_under_a_run(here):
     assert go(run, resume=True)["steps"] == 6
 
 
-# A disk that is full, or is not written to any more
+# A disk that is full, or can no longer be written to
 
 
 class Limit(TrainerCallback):
-    """From step 3 on, files of a name, or longer than a size, cannot be written."""
+    """From step 3 on, files of a given name, or above a given size, cannot be written."""
 
     def __init__(self, patch, what: str | int, error: int):
         self.patch, self.what, self.error = patch, what, error
@@ -338,7 +338,7 @@ class Limit(TrainerCallback):
         return _open(path, mode, *args, **kwargs)
 
 
-SIZES = {"model.safetensors": 0.5, "optimizer.pt": 1.5}  # a limit, in sizes of the model
+SIZES = {"model.safetensors": 0.5, "optimizer.pt": 1.5}  # limits, as multiples of the model's size
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Training where two processes share each sequence does what one does, with DDP and FSDP; it goes on after a
+"""Training where two processes share each sequence does what one does, with DDP and FSDP; it resumes after a
 kill, and a process that does not answer is named.
 
 Under torchrun this file is the program that the tests start: it trains every job, one after the other.
@@ -62,7 +62,7 @@ def same(found: Path, wanted: Path) -> None:
         torch.testing.assert_close(a[name], b[name], rtol=0, atol=1e-4)
     got, want = (json.loads((out / "result.json").read_text()) for out in (found, wanted))
     for split in ("validation", "test"):
-        got[split].pop("loss")  # the Trainer's mean of means of batches
+        got[split].pop("loss")  # the Trainer's mean of batch means
         want[split].pop("loss")
         assert got[split] == pytest.approx(want[split], rel=1e-4)
     assert [got[key] for key in ("steps", "best_step")] == [want[key] for key in ("steps", "best_step")]
@@ -81,7 +81,7 @@ def test_two_processes_share_each_sequence(tmp_path):
         same(tmp_path / f"{job}-2", Path(alone.out))
     command = ["-m", "cosformer", "evaluate", str(tmp_path / "lm-2"), "--sequence-parallel", "2", "--json"]
     said, _ = torchrun(*command).communicate(timeout=200)
-    (line,) = (line for line in said.splitlines() if line.startswith("{"))  # of one of them
+    (line,) = (line for line in said.splitlines() if line.startswith("{"))  # from one process only
     wanted = train.evaluate(run_of(tmp_path, "lm", processes=1), tmp_path / "lm-2")
     assert json.loads(line)["perplexity"] == pytest.approx(wanted["perplexity"], rel=1e-4)
 
@@ -162,12 +162,12 @@ def test_a_process_that_does_not_answer_is_named(tmp_path, how, rank):
     said, _ = process.communicate(timeout=120)
     assert process.returncode != 0
     assert f"rank {rank} of 2 does not answer: it died or hangs" in said, said
-    checkpoints(out)  # all that are left are whole; the first may have been under way, and then none is
+    checkpoints(out)  # all that are left are whole; there is none if the first was under way
     assert not any((out / name).exists() for name in ("model.safetensors", "result.json"))
 
 
 def die_in_the_end(folder: Path) -> None:
-    """The last process is gone when a trained model is to be scored."""
+    """The last process dies when the trained model is to be scored."""
     scored = train.run.result_of
     with patch.object(
         train.run, "result_of", lambda *a, **o: os._exit(1) if dist.get_rank() else scored(*a, **o)

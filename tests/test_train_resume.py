@@ -1,4 +1,4 @@
-"""A run that is stopped, killed or spoilt: what it leaves, and how it goes on."""
+"""A run that is stopped, killed or spoilt: what it leaves, and how it resumes."""
 
 import json
 import os
@@ -42,7 +42,7 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(number, whole
 
 
 def test_batches_of_like_length_and_a_batch_norm_go_on_as_well():
-    """They have a state of their own: the order that was drawn, and what the norm has seen."""
+    """They have state of their own: the order drawn, and the norm's running statistics."""
     options = {"task": "listops", "task_settings": LISTOPS, "model_fields": {"pooling": "normed-mean"}}
     options["training"] = {"train_sampling_strategy": "group_by_length", "max_steps": 10}  # six are an epoch
     go(run_of(out="whole", **options))
@@ -54,7 +54,7 @@ def test_batches_of_like_length_and_a_batch_norm_go_on_as_well():
 
 
 def test_the_epoch_reaches_the_order_of_lengths(monkeypatch):
-    """Through whatever a resumed run of several processes wraps around it, so not through that."""
+    """A resumed run of several processes wraps the sampler, so the epoch must bypass the wrapper."""
     run = run_of("listops", task_settings=LISTOPS, training={"train_sampling_strategy": "group_by_length"})
     task = build_task(run)
     trainer = build_trainer(run, task, build_model(run, task, start=None), [])

@@ -179,7 +179,7 @@ def test_mixers_have_as_many_parameters_as_softmax():
 
 
 def test_masked_loss_is_a_mean_over_all_that_is_hidden(tmp_path):
-    """Whatever share of the hidden tokens a batch has."""
+    """However many of the hidden tokens a batch has."""
     task = tasks.build("mlm", length=32, copies=1, data=texts(tmp_path / "data"))
     model = models.build(task, size="toy", mixer="softmax").eval()
     batches = [task.collate([task.train[i]]) for i in range(3)]

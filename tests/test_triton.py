@@ -1,8 +1,7 @@
 """The triton backend without a GPU: its kernels in Triton's interpreter, against the definition.
 
-Kernels are interpreted or compiled by a switch that Triton reads once, so what is interpreted runs in a
-process of its own: `test_in_the_interpreter` starts it; `TRITON_INTERPRET=1 pytest tests/test_triton.py` is
-the same.
+Triton reads only once whether to interpret or compile kernels, so interpreted tests run in a process of their
+own, started by `test_in_the_interpreter`; `TRITON_INTERPRET=1 pytest tests/test_triton.py` does the same.
 """
 
 import importlib.util
@@ -39,8 +38,8 @@ if _triton.INTERPRETED and "COSFORMER_TEST_BACKEND" not in os.environ:
         tl.store(x + tl.arange(0, 16), tl.arange(0, 16) * n)
 
 
-# The operator's own suite on this backend (tests/interpreter.py): what the tests below do not show, and what
-# takes little time. The slow mark has all of it.
+# The operator's own suite on this backend (tests/interpreter.py): what the tests below do not cover, and what
+# takes little time. The slow mark runs all of it.
 SUITE = ["errors", "decay", "torch_features", "stream", "operator", "backends"]
 CHOSEN = (
     "tiny_lengths and (0-5 or 5-0) or rows_with_nothing and float32 and True or state_is_part_of_the_graph"
@@ -113,7 +112,7 @@ def test_tiles(causal, decay, dtype, horizon):
 @interpreted
 @pytest.mark.parametrize(("causal", "rate"), [(False, None), (True, None), (True, 1e-3)])
 def test_queries_far_behind_the_keys(causal, rate):
-    """What lies between takes no chunks, yet decay and angles know it."""
+    """The gap takes no chunks, but decay and angles account for it."""
     q, k, v = inputs(**{**TINY, "L": 20, "S": 35})
     decay = None if rate is None else torch.tensor([rate, rate / 5])
     judge(on("triton"), q, k, v, causal=causal, q_offset=1000, decay=decay, horizon=3000)
@@ -125,8 +124,8 @@ def test_queries_far_behind_the_keys(causal, rate):
     [(False, None, 3), (False, "position", 3), (True, "head", 3), (True, "head", 1)],
 )
 def test_packed(monkeypatch, causal, decay, parts):
-    """In one part, or in several: where there is room for the states of two chunks, the first two sequences
-    make one."""
+    """In one part, or in several: with room for the states of two chunks, the first two sequences form one
+    part."""
     from cosformer.ops.triton import parts as cutting
     from cosformer.ops.triton import run
 
@@ -216,7 +215,7 @@ def test_the_interpreter_sees_an_overflow():
 @pytest.mark.parametrize("dim", range(4))
 def test_tensors_past_the_reach_of_32_bits(dim):
     """Two billion numbers lie between the first and the last; the memory in between is never touched. The
-    interpreter looks at every sum and product of 32 bits."""
+    interpreter checks every 32-bit sum and product."""
     shape = (2, 2, 5, 9)
     strides = [90, 45, 9, 1]
     strides[dim] = 2**31 // (shape[dim] - 1) + 1

@@ -1,4 +1,4 @@
-"""The triton backend around its kernels: compiled ahead for GPUs that are not here, on trial, tuned."""
+"""The triton backend around its kernels: compiled ahead for absent GPUs, on trial, tuned."""
 
 import importlib.util
 import itertools
@@ -32,11 +32,11 @@ SHARED = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "gfx942": 64 * 1024}  # byte
 
 installed = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="triton is not installed")
 
-# Compiled ahead of time, for GPUs that are not here: tests/triton_aot.py
+# Compiled ahead of time, for absent GPUs: tests/triton_aot.py
 
 
 def table() -> tuple[dict, list[dict]]:
-    """What compiled the committed rows, and these."""
+    """The versions that compiled the committed rows, and the rows."""
     lines = (ROOT / "benchmarks" / "triton.jsonl").read_text().splitlines()
     versions, *rows = map(json.loads, lines)
     return versions, rows
@@ -49,7 +49,7 @@ def judge_compiled(rows: list[dict]) -> None:
 
 
 def as_committed() -> None:
-    """Another version of Triton may take other things for granted, and counts otherwise."""
+    """Skips under another version of Triton, which may specialise and count differently."""
     import triton
 
     made_by = table()[0]["triton"]
@@ -111,7 +111,7 @@ PART = {"target": "sm_80", "dtype": "bfloat16", "size": 64, "call": "causal, gat
 
 @installed
 def test_compiles_ahead_of_time():
-    """A language model's training step anew: every kernel, and the table has what the compiler counts."""
+    """Compiles a language model's training step anew: every kernel, with the counts of the table."""
     found = compile_ahead(*(f"--{name}s={value}" for name, value in PART.items()))
     judge_compiled(found)
     assert {row["kernel"] for row in found} == {"gather", "read", "grad", "weigh"}
@@ -146,7 +146,7 @@ def test_a_launch_passes_what_the_kernel_takes(tmp_path):
 
 @pytest.fixture
 def built(monkeypatch):
-    """The distinct kernels that calls on the triton backend would compile on a device that is not here."""
+    """The distinct kernels that calls on the triton backend would compile on an absent device."""
     import triton_step as step
 
     found = set()
@@ -231,7 +231,7 @@ def beyond_results(backend, device, length, causal, gated, packed=False, H=16):
 @pytest.mark.parametrize(("causal", "gated"), [(True, True), (True, False), (False, True), (False, False)])
 def test_memory_does_not_grow_with_states(monkeypatch, causal, gated, packed):
     """A million tokens of 16 heads: states of all chunks would be 4 GiB. What grows with the length is less
-    than the native backend's, whose gradients are float32 until they are whole, but for a call that needs no
+    than the native backend's, whose gradients stay float32 until complete, except in a call that needs no
     walk: there it is the scale and the unit of a query."""
     from cosformer.ops import _native
     from cosformer.ops.triton import device, run

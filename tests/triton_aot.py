@@ -15,9 +15,9 @@ import sys
 import tempfile
 from pathlib import Path
 
-os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # as Triton has it today, said aloud
+os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")  # Triton's default today, made explicit
 os.environ["TRITON_DUMP_PTXAS_LOG"] = "1"
-os.environ["TRITON_ALWAYS_COMPILE"] = "1"  # what comes from the cache has no log
+os.environ["TRITON_ALWAYS_COMPILE"] = "1"  # cached kernels have no log
 
 import torch
 import triton
@@ -46,7 +46,7 @@ def logged(compile, *arguments, **options):
 
 
 def rows(target: str, call: str, dtype: str, size: int):
-    """One for each distinct kernel of a training step."""
+    """A row for each distinct kernel of a training step."""
     found = {}
 
     def compiled(kernel, grid, *arguments, **options):

@@ -1,4 +1,4 @@
-"""What the triton backend's launches must cost, computed from their tiles: docs/gpu.md's tables. None is run.
+"""What the triton backend's launches must cost, computed from their tiles, not run: docs/gpu.md's tables.
 
     python tests/triton_costs.py
 
@@ -21,10 +21,10 @@ LAUNCH, STEP = 4e-6, 1e-6  # seconds, assumed: of a launch; of a step in a walk,
 
 class Device(NamedTuple):
     name: str
-    products: float  # bfloat16, a second, dense
-    memory: float  # bytes a second
-    shared: int  # bytes a program
-    softmax: float  # of FlashAttention, a second: the best published forward
+    products: float  # bfloat16, per second, dense
+    memory: float  # bytes per second
+    shared: int  # bytes per program
+    softmax: float  # of FlashAttention, per second: the best published forward
 
 
 DEVICES = (  # published: FlashAttention-2 reaches 73 % of an A100, FlashAttention-3 740 TFLOP/s on an H100
@@ -36,7 +36,7 @@ DEVICES = (  # published: FlashAttention-2 reaches 73 % of an A100, FlashAttenti
 class Cost(NamedTuple):
     bytes: float
     operations: float
-    chain: int = 0  # steps that follow one another
+    chain: int = 0  # steps that must follow one another
 
 
 def cost(kernel: str, grid: tuple[int, ...], arguments: tuple) -> Cost:
@@ -44,7 +44,7 @@ def cost(kernel: str, grid: tuple[int, ...], arguments: tuple) -> Cost:
     for n in grid:
         programs *= n
     C, BK, BV, D, E, b = opt.C, opt.BK, opt.BV, opt.D, opt.E, 2
-    state = (2 if opt.cosine else 1) * BK * BV  # numbers of one tile; and as many products a token
+    state = (2 if opt.cosine else 1) * BK * BV  # numbers in one tile, and products per token
     if kernel == "weigh":
         return Cost(programs * C * (2 * E * b + 12), 0)
     if kernel == "gather":
@@ -67,7 +67,7 @@ def cost(kernel: str, grid: tuple[int, ...], arguments: tuple) -> Cost:
 
 
 def launches(device: Device, length: int, causal: bool, gated: bool) -> tuple[list[Cost], list[Cost]]:
-    """Those of a forward, and of a backward."""
+    """The launches of a forward, and of a backward."""
     found: list[Cost] = []
     run._launch = lambda kernel, grid, *args, **options: found.append(cost(kernel.__name__, grid, args))
     chips.described = lambda _: (device.name, device.shared)

@@ -2,8 +2,8 @@
 
     python tests/triton_launch.py FOLDER      # prints a JSON line for each launch
 
-The interpreter knows no launcher and the compiler no arguments: this is what lies between. FOLDER receives a
-libcuda that says yes to everything and keeps the parameters of a launch, which Triton's C code took out of
+The interpreter has no launcher and the compiler no arguments: this tests what lies between. FOLDER gets a
+stub libcuda that accepts everything and records a launch's parameters, as Triton's C code takes them out of
 our nested tuples. A line has the kernel, its grid, and where a parameter is not what was passed.
 """
 
@@ -54,7 +54,7 @@ def flat(arguments):
 
 
 def passed(arguments) -> list[tuple[int, int]]:
-    """What a kernel must receive, as numbers and their bytes; nothing, and the integer 1, are compiled in."""
+    """What a kernel must receive, as numbers and their bytes; None and the integer 1 are compiled in."""
     found = []
     for one in flat(arguments):
         if hasattr(one, "data_ptr"):
@@ -124,7 +124,6 @@ def main(folder: Path) -> None:
 if __name__ == "__main__":
     os.environ.setdefault("TRITON_DEFAULT_FP_FUSION", "1")
     os.environ["TRITON_LIBCUDA_PATH"] = sys.argv[1]
-    os.environ["TRITON_CACHE_DIR"] = str(
-        Path(sys.argv[1], "cache")
-    )  # the driver's module is linked to the stub
+    # The driver's module is linked to the stub.
+    os.environ["TRITON_CACHE_DIR"] = str(Path(sys.argv[1], "cache"))
     main(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Training steps on GPUs that need not be here: the kernels they launch, and what tells these apart."""
+"""Training steps on absent GPUs: the kernels they launch, and what tells these apart."""
 
 import ast
 import hashlib
@@ -15,7 +15,7 @@ from triton.runtime import driver
 from cosformer.ops.call import Call, Inputs, Upstream
 from cosformer.ops.triton import device, kernels, run, tiles
 
-TARGETS = {  # and the bytes of shared memory that a program may use there
+TARGETS = {  # and bytes of shared memory per program
     "sm_80": (GPUTarget("cuda", 80, 32), 163 * 1024),
     "sm_90": (GPUTarget("cuda", 90, 32), 227 * 1024),
     "gfx942": (GPUTarget("hip", "gfx942", 64), 64 * 1024),
@@ -30,7 +30,7 @@ CALLS = {  # causal, gated decay
 
 
 class Absent:
-    """A device that is not here: what Triton asks of one before it launches."""
+    """An absent device: answers what Triton asks before a launch."""
 
     def __init__(self, target: GPUTarget):
         self.target = target
@@ -47,7 +47,7 @@ class Absent:
 
 @contextmanager
 def absent(target: str, launch: Callable) -> Iterator[None]:
-    """The backend on such a device; `launch(kernel, grid, *arguments, **options)` is called for a launch."""
+    """The backend on an absent device; each launch calls `launch(kernel, grid, *arguments, **options)`."""
     chip, shared = TARGETS[target]
     with (
         patch.object(driver, "_active", Absent(chip)),
@@ -82,8 +82,8 @@ def sources() -> str:
 
 
 def identity(kernel, arguments: tuple, options: dict) -> str:
-    """A hash of all that Triton compiles a kernel from: the sources; what it takes for granted of the
-    arguments, as it finds that itself; and the options."""
+    """A hash of all that Triton compiles a kernel from: the sources, its own specialisation of the arguments,
+    and the options."""
     *_, target, _, bind = kernel.device_caches[driver.active.get_current_device()]
     _, granted, chosen = bind(*arguments, **options)
     text = f"{sources()}\n{kernel.__name__} {target} {granted} {chosen}"
@@ -91,7 +91,7 @@ def identity(kernel, arguments: tuple, options: dict) -> str:
 
 
 def identities(target: str, call: str, dtype: str, size: int) -> list[str]:
-    """Of the kernels of a training step; nothing is compiled."""
+    """The identities of a training step's kernels; nothing is compiled."""
     found = []
 
     def launch(kernel, grid, *arguments, **options):

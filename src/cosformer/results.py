@@ -1,6 +1,6 @@
 """Measured rows: one dataclass for each kind, one writer, one reader of JSON lines; needs no torch.
 
-A results file is only appended to, each row as soon as it is known. Of rows about one thing the last counts.
+Results files are append-only, each row written as soon as it is known; of rows about one thing the last wins.
 """
 
 import json
@@ -13,13 +13,13 @@ from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-CONTENDED = 0.1  # share of the time; above it, a speed is that of a machine busy with something else
+CONTENDED = 0.1  # share of time waited above which a speed counts as disturbed by other processes
 
 Status = Literal["done", "refused", "failed"]  # refused: the mixer cannot do it; failed: training broke off
 
 
 class ResultsError(ValueError):
-    """A line that is no row of results; the message names file and line."""
+    """A line that is not a row of results; the message names file and line."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Row:
 
     @property
     def contended(self) -> bool:
-        """Whether other processes took so much of the machine that a speed is not to be trusted."""
+        """Whether other processes took so much of the machine that the speed cannot be trusted."""
         return (getattr(self, "waited", None) or 0.0) > CONTENDED
 
 
@@ -59,7 +59,7 @@ class Machine(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Run(Row):
-    """A command that wrote rows, when it has ended."""
+    """A command that wrote rows, added when it ends."""
 
     kind = "run"
     about = ("command", "started")
@@ -70,20 +70,20 @@ class Run(Row):
 
 @dataclass(frozen=True, kw_only=True)
 class Trained(Row):
-    """What is known of any training: of one mixer, on one subject, with one seed and rate."""
+    """The fields of any training: one mixer on one subject, with one seed and learning rate."""
 
-    subject: str  # its name in the plan; rows of a subject can be compared
+    subject: str  # its name in the plan; rows of one subject are comparable
     mixer: str  # a name, or the layers of a hybrid: "cosformer*3, softmax+rope"
     seed: int
     steps: int
-    rate: float  # of learning
+    rate: float  # learning rate
     metric: str
     greater_is_better: bool
     command: str
     status: Status
     reason: str | None = None  # why it is not done
     value: float | None = None  # the metric on the test set; in a search, on the validation set
-    seconds: float | None = None  # of training alone; in a search, of all of it
+    seconds: float | None = None  # of training alone; in a search, of the whole run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,18 +92,18 @@ class Quality(Trained):
 
     kind = "quality"
     about = ("subject", "mixer", "seed", "size", "length", "steps")
-    group: str  # the part of the report: lm, finetune, lra, recall, seq2seq, toy
+    group: str  # section of the report: lm, finetune, lra, recall, seq2seq, parts, toy
     task: str
     title: str
     data: str  # in words
     size: str  # "tiny (4 layers of width 128, 4 heads)"
     length: int
     batch: int
-    examples: int  # that the test set's score was taken on
+    examples: int  # of the test set that were scored
     settings: dict[str, Any]  # of task, model and training
-    note: str | None = None  # in what it departs from a published protocol
-    published: float | None = None  # what was published for this mixer by the same protocol
-    most_frequent: float | None = None  # the test set's share of its most frequent answer, for accuracies
+    note: str | None = None  # how it departs from a published protocol
+    published: float | None = None  # the published score of this mixer by the same protocol
+    most_frequent: float | None = None  # for accuracies: the share of the test set's most frequent answer
     metrics: dict[str, float] = field(default_factory=dict)  # all of them, on the test set
     validation: dict[str, float] = field(default_factory=dict)
     # Points have step, tokens, seconds (of training alone) and any of loss, eval_loss, value.
@@ -115,7 +115,7 @@ class Quality(Trained):
 
     @property
     def learned(self) -> bool | None:
-        """Whether it beats the most frequent answer by two standard errors; None if that has no meaning."""
+        """Whether it beats the most frequent answer by two standard errors; None if that is meaningless."""
         if self.value is None or self.most_frequent is None:
             return None
         share = self.most_frequent
@@ -124,11 +124,11 @@ class Quality(Trained):
 
 @dataclass(frozen=True, kw_only=True)
 class Search(Trained):
-    """A short run with one rate of learning: every mixer is searched alike, then trained with its best."""
+    """A short run with one learning rate: every mixer is searched alike, then trained with its best."""
 
     kind = "search"
     about = ("subject", "mixer", "rate", "steps")
-    loss: float | None = None  # on the validation set: decides, since it moves before the metric does
+    loss: float | None = None  # on the validation set; decides, as it moves before the metric does
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,20 +140,20 @@ class Positions(Row):
     subject: str
     mixer: str
     seed: int
-    ends: list[int]  # a bin's last position + 1; it begins where the one before ended
-    loss: list[float]  # in nats a token, the mean over the bin
+    ends: list[int]  # each bin's last position + 1; it begins where the one before ends
+    loss: list[float]  # in nats per token, the mean over the bin
     texts: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timed(Row):
-    """What is known of any work that was timed."""
+    """The fields of any timed work."""
 
     ms: float  # the median of the samples
     ms_low: float | None = None  # the middle half of the samples
     ms_high: float | None = None
     samples: int | None = None
-    waited: float | None = None  # share of the time that threads were ready to run but another process ran
+    waited: float | None = None  # share of the time in which threads were ready but not running
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,24 +164,24 @@ class Cost(Timed):
     about = ("what", "work", "mixer", "backend", "causal", "length", "heads", "head_dim", "size", "dtype")
     what: Literal["operator", "mixer", "model"]  # one attention; with its parameters; a whole model
     work: Literal["forward", "training", "decoding", "generating"]  # see WORK in report/costs.py
-    mixer: str  # of operators: cosformer-paper, cosformer (recommended), softmax, published
+    mixer: str  # of operators: one of NAMES in bench/operators.py
     causal: bool
     length: int  # of the sequence; for decoding, of the context before the token
-    backend: str | None = None  # of operators of ours
+    backend: str | None = None  # of our operators
     heads: int | None = None
     head_dim: int | None = None
     size: str | None = None  # of models, as in Quality
     dtype: str = "float32"
-    memory_mib: float | None = None  # that the work adds to the peak
+    memory_mib: float | None = None  # added to the peak
     cache_bytes: int | None = None  # after the context
-    bound_ms: float | None = None  # in which the weights are read once from memory
-    gflops: float | None = None  # a second, of the arithmetic that linear attention needs
+    bound_ms: float | None = None  # time to read the weights once from memory
+    gflops: float | None = None  # per second, counting only what linear attention needs
     limit_gflops: float | None = None  # of the machine's fastest batched matrix product
     error: float | None = None  # the largest difference from the definition
 
     @property
     def share(self) -> float | None:
-        """Of the machine's limit; of our operators alone, since the arithmetic is theirs."""
+        """The share of the machine's limit; only for our operators, whose arithmetic is counted."""
         if self.backend is None or self.work == "decoding" or not (self.gflops and self.limit_gflops):
             return None
         return self.gflops / self.limit_gflops
@@ -189,9 +189,9 @@ class Cost(Timed):
 
 @dataclass(frozen=True, kw_only=True)
 class Shared(Timed):
-    """A training step of one sequence that several processes hold together, batch 1, one thread each.
+    """A training step of one sequence split over several processes, batch 1, one thread each.
 
-    Shares are of the step's time, as means over the processes; time is that of the slowest."""
+    Shares are of the step's time, as means over the processes; the time is the slowest process's."""
 
     kind = "shared"
     about = ("mixer", "processes", "length", "size")
@@ -199,13 +199,13 @@ class Shared(Timed):
     processes: int
     length: int  # of the whole sequence
     size: str
-    memory_mib: float  # that a first step adds to the peak of the largest process
-    sent_bytes: int  # by the first process, in a step
-    waiting: float  # share in which a process had nothing to do but wait for a message
-    scan: float  # share of combining the states of all processes
-    states: float  # share of making, reading and differentiating states, which one process need not
-    ms_beside: float  # of work while messages were under way: what they may take and cost nothing
-    ms_at_once: float | None = None  # where every message is waited for at once: nothing beside it
+    memory_mib: float  # added by a first step to the peak of the largest process
+    sent_bytes: int  # by the first process, per step
+    waiting: float  # share spent idle, waiting for messages
+    scan: float  # share spent combining the states of all processes
+    states: float  # share spent making, reading and differentiating states, which one process does not need
+    ms_beside: float  # of work beside messages: they may take this long at no cost
+    ms_at_once: float | None = None  # if every message is waited for at once, with no work beside it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -246,12 +246,12 @@ def of(rows: Iterable[Row], kind: type[R]) -> list[R]:
 
 
 def latest(rows: Iterable[Row]) -> list[Row]:
-    """Of rows about the same thing the last, in the order in which the things first came."""
+    """The last of the rows about each thing, in the order in which the things first came."""
     return list({row.key: row for row in rows}.values())
 
 
 def read(*paths: Path | str) -> list[Row]:
-    """All rows of these files. A line that is none is a ResultsError that names file and line."""
+    """All rows of these files; ResultsError, with file and line, for any other line."""
     rows = []
     for path in paths:
         lines = Path(path).read_text(encoding="utf-8", errors="replace").split("\n")
@@ -264,7 +264,7 @@ def read(*paths: Path | str) -> list[Row]:
 
 
 class Writer:
-    """A results file being written, with the rows it holds; a last line torn by a crash is cut off."""
+    """A results file being written, with its rows; a last line torn by a crash is cut off."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -292,7 +292,7 @@ class Writer:
 
 
 def line_of(row: Row) -> str:
-    """The row as one line of JSON; fields without a value are left out. NaN and infinity are refused."""
+    """The row as one line of JSON without fields that are None; NaN and infinity are refused."""
     kept = {name: value for name, value in vars(row).items() if value is not None}
     return json.dumps({"kind": row.kind, **kept}, allow_nan=False)
 
@@ -323,7 +323,7 @@ def _checked(found: Any) -> Row:
 
 
 def _fits(value: Any, hint: Any) -> bool:
-    """Whether a value of JSON is of a field's type; true is not a number, an integer is also a float."""
+    """Whether a JSON value has a field's type; true is not a number, an integer is also a float."""
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if hint is Any:
         return True
@@ -342,7 +342,7 @@ def _fits(value: Any, hint: Any) -> bool:
 
 
 def _printable(value: Any) -> Any:
-    """The same with spaces for what a page or a terminal must not be sent: control and half characters."""
+    """The value with unprintable characters replaced by spaces: control characters, lone surrogates."""
     if isinstance(value, str):
         return "".join(c if c.isprintable() else " " for c in value)
     if isinstance(value, dict):

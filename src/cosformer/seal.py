@@ -7,11 +7,11 @@ from collections.abc import Iterable
 from pathlib import Path
 
 SEAL = "checksums.json"
-TRAINING = (".pt", ".pth", ".bin", "trainer_state.json", "result.json")  # ends of what no model is read from
+TRAINING = (".pt", ".pth", ".bin", "trainer_state.json", "result.json")  # endings of files that hold no model
 
 
 def write(path: Path, text: str) -> None:
-    """A whole file or none: it is written beside, brought to the disk and renamed."""
+    """Write a file atomically: to a draft beside it, synced to disk, then renamed."""
     draft = path.with_name(f"{path.name}.draft")
     with draft.open("w") as file:
         file.write(text)
@@ -21,12 +21,12 @@ def write(path: Path, text: str) -> None:
 
 
 def files(folder: Path) -> dict[str, int]:
-    """The files of a folder, with the time each was written."""
+    """The files of a folder, with their modification times."""
     return {path.name: path.stat().st_mtime_ns for path in folder.iterdir() if path.is_file()}
 
 
 def seal(folder: Path, names: Iterable[str]) -> None:
-    """Write down what these files of a folder are, once they are on the disk."""
+    """Record size and checksum of these files of a folder, once they are on disk."""
     marks = {}
     for name in sorted(names):
         with (folder / name).open("rb") as file:
@@ -44,9 +44,9 @@ def is_sealed(folder: Path) -> bool:
 
 
 def damage(folder: Path, *, model: bool = False) -> str | None:
-    """What is wrong with a folder since it was sealed, or with what of it a `model` is read from.
+    """What was damaged in a folder since it was sealed; with `model`, only in the model's files.
 
-    None: it is whole, or nobody ever sealed it.
+    None: it is whole, or was never sealed.
     """
     if not is_sealed(folder):
         return None
@@ -59,7 +59,7 @@ def damage(folder: Path, *, model: bool = False) -> str | None:
 
 
 def fault(path: Path, size: int, digest: str) -> str | None:
-    """What is wrong with a file that had this size and digest; None: nothing."""
+    """What is wrong with a file that had this size and digest; None if nothing."""
     try:
         with path.open("rb") as file:
             found = os.fstat(file.fileno()).st_size

@@ -81,7 +81,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def settings(argv: list[str] | None) -> argparse.Namespace:
-    """What was asked for; --quick changes only what was not."""
+    """The arguments as given; --quick changes only the others."""
     args = parser().parse_args(argv)
     asked = [kind for kind in ("parallel", "mixers", "models") if getattr(args, kind) is not None]
     args.kind = asked[0] if asked else "operators"
@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(0)
     if (index := torch.device(args.device).index) is not None and args.device != "cpu":
-        torch.accelerator.set_device_index(index)  # its name is asked for, and it is what is waited for
+        torch.accelerator.set_device_index(index)  # for the device's name, and for synchronising
     with torch.device(args.device) if args.device != "cpu" else nullcontext():
         _measure(args)
 
@@ -151,7 +151,7 @@ def _measure(args: argparse.Namespace) -> None:
     from .. import report  # it takes a while to load
 
     found = of(rows, Cost)
-    apart = [replace(row, mixer=operators.name_of(row)) for row in found]  # every backend has a line
+    apart = [replace(row, mixer=operators.name_of(row)) for row in found]  # a line for every backend
     print(report.terminal_speeds([here, *of(rows, Shared), *apart]))
     if args.kind in ("operators", "models"):
         print("", *bench.notes(found), sep="\n")

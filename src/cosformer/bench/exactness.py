@@ -46,7 +46,7 @@ def with_gradients(call, *tensors: Tensor) -> list[Tensor]:
 
 
 def _streamed(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-    """Token by token, then in pieces: the form decoding has."""
+    """Token by token, then in pieces, as in decoding."""
     parts, state, at = [], None, 0
     for size in [1] * 20 + [7] * 40:
         piece = slice(at, at + size)

@@ -22,21 +22,21 @@ import torch
 from .. import __version__
 from ..results import CONTENDED, Machine, Row
 
-LEAST = 3  # samples of every work
+LEAST = 3  # samples of every work at least
 Key = TypeVar("Key", bound=Hashable)
 Work = Callable[[], object]
 Say = Callable[[str], None]
 
 
 class Sample(NamedTuple):
-    seconds: float  # a call
-    waited: float  # share of the time, see `Watch`
+    seconds: float  # per call
+    waited: float  # see `Watch`
 
 
 class Watch:
-    """What others take: `waited` is the share of the time that our threads were ready and did not run.
+    """What other processes take: `waited`, the share of time in which our threads were ready but not running.
 
-    Linux counts that for each thread. Elsewhere it is the calling thread's time without the processor.
+    Linux counts it per thread. Elsewhere it is the share in which the calling thread was off the processor.
     """
 
     def __enter__(self) -> "Watch":
@@ -60,10 +60,11 @@ class Watch:
 
 
 def in_turns(works: Mapping[Key, Work], *, seconds: float, say: Say = lambda text: None) -> dict[Key, dict]:
-    """The timing fields of `results.Cost` for each work. They take turns: a busy moment meets all of them.
+    """The timing fields of `results.Cost` for each work. They take turns, so a busy moment affects them all.
 
-    Each is sampled at least three times. Those that take less than a second go on until they had `seconds`
-    together. Those disturbed by other processes go on until three samples were not, or for as long again.
+    Each is sampled at least three times. Those under a second per call continue until they have had `seconds`
+    together. Those disturbed by other processes continue until three samples are undisturbed, but not beyond
+    six samples or twice `seconds`.
     """
     calls = {}
     for key, work in works.items():
@@ -95,7 +96,7 @@ def in_turns(works: Mapping[Key, Work], *, seconds: float, say: Say = lambda tex
 
 
 def _warm_up(work: Work) -> int:
-    """How many calls fill 10 ms: one sample."""
+    """How many calls fill 10 ms, which is one sample."""
     took = 0.0
     for _ in range(2):
         start = time.perf_counter()
@@ -111,7 +112,7 @@ def _calm(samples: list[Sample]) -> list[Sample]:
 
 
 def timing(samples: list[Sample]) -> dict[str, Any]:
-    """The median and the middle half. Disturbed samples count if there is no other."""
+    """The median and the middle half. Disturbed samples count only if fewer than three are undisturbed."""
     kept = calm if len(calm := _calm(samples)) >= LEAST else samples
     low, middle, high = statistics.quantiles([1e3 * s.seconds for s in kept], n=4, method="inclusive")
     waited = statistics.median(sample.waited for sample in kept)
@@ -119,7 +120,7 @@ def timing(samples: list[Sample]) -> dict[str, Any]:
 
 
 def disturbance(rows: Iterable[Row]) -> str:
-    """What the terminal says of times taken while other processes ran."""
+    """What the terminal says about times taken while other processes ran."""
     rows = list(rows)
     if bad := [row for row in rows if row.contended]:
         worst = max(getattr(row, "waited", 0.0) for row in bad)
@@ -133,7 +134,7 @@ def disturbance(rows: Iterable[Row]) -> str:
 def measured(
     module: str, cases: list[dict[str, Any]], *, seconds: float, memory: bool, say: Say
 ) -> list[dict[str, Any]]:
-    """The fields of `results.Cost` that `module.prepare(case)()` takes, for each case: time, peak memory."""
+    """For each case, what `module.prepare(case)()` takes, as fields of `results.Cost`: time, peak memory."""
     prepare = importlib.import_module(module).prepare
     works = {f"training {case['mixer']} at {case['length']:,}": prepare(case) for case in cases}
     timed = in_turns(works, seconds=seconds, say=say)
@@ -158,7 +159,7 @@ def peak_memories(module: str, cases: list[dict[str, Any]]) -> list[float | None
 
 
 def device_memories(module: str, cases: list[dict[str, Any]]) -> list[float | None]:
-    """MiB that `module.prepare(case)()` adds to what a GPU holds at most, for each case."""
+    """MiB that `module.prepare(case)()` adds to a GPU's peak memory, for each case."""
     prepare = importlib.import_module(module).prepare
     found: list[float | None] = []
     for case in cases:
@@ -181,7 +182,7 @@ def _added_peak(module: str, case: dict[str, Any], threads: int) -> float:
 
 
 def _peak(reset: bool = False) -> int:
-    """This process's peak memory in bytes, since the last reset: it begins as the parent's."""
+    """This process's peak memory in bytes since the last reset; a fork starts with its parent's."""
     status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     if status.exists() and clear.exists():
         if reset:
@@ -220,7 +221,7 @@ def machine(**more: Any) -> Machine:
 
 
 def say(text: str) -> None:
-    """One line on the terminal, rewritten; nothing where there is none to watch."""
+    """Rewrites one line on the terminal; does nothing without one."""
     if sys.stderr.isatty():
         shown = text[: shutil.get_terminal_size().columns - 1]
         print(f"\r\033[K{shown}", end="", file=sys.stderr, flush=True)

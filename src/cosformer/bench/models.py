@@ -1,11 +1,11 @@
 """Whole causal language models, a mixer each, in the same blocks: cost of a training step and of decoding.
 
-Softmax is there twice: in our blocks, which differ in the mixer alone, and as transformers' Llama.
+Softmax appears twice: in our blocks, where only the mixer differs, and as transformers' Llama.
 
-Training is a forward and a backward of the loss, batch 1; decoding feeds one token after a context, and
-generating is a token of `generate` there, greedy, with its share of all that `generate` does around them. No
-token can be had sooner than the weights are read, so both are shown beside that bound: their bytes over the
-speed at which memory is read. A model that fits into the caches can be faster.
+Training is forward and backward of the loss, batch 1; decoding feeds one token after a context; generating is
+the time per token of greedy `generate` after it, including all that `generate` does around the model. No
+token can come sooner than the weights are read, so generating is shown beside that bound: the weights' bytes
+over the memory bandwidth. A model that fits into the caches can be faster.
 """
 
 import argparse
@@ -26,14 +26,14 @@ from ..hf.sizes import SIZES, Size
 from ..results import Cost
 from .measure import Say, Work, in_turns, measured
 
-LLAMA = "llama"  # softmax with rotary positions as transformers has it: another model, with its own cache
+LLAMA = "llama"  # transformers' softmax with rotary positions: another model, with its own cache
 MIXERS = ["cosformer", "cosformer-paper", "cosformer-hybrid", "softmax+rope", LLAMA]
 LENGTHS = [1024, 4096, 16384]
 CONTEXTS = [64, 512, 4096, 65_536]
 SIZE = Size(4, 256, 4, feedforward=1536)
 VOCABULARY = 256
-BIG = 1 << 28  # bytes: more than the caches hold
-TOKENS = 64  # that one call of `generate` writes
+BIG = 1 << 28  # bytes, more than the caches hold
+TOKENS = 64  # per call of `generate`
 
 
 def build(mixer: str, length: int, size: Size) -> Any:
@@ -55,7 +55,7 @@ def build(mixer: str, length: int, size: Size) -> Any:
 
 
 def able(mixer: str, work: str) -> bool:
-    """Whether a mixer can do the work in a causal model: not all have a causal form, or keep a cache."""
+    """Whether a mixer can do the work in a causal model: not all have a causal form or a cache."""
     ids = torch.zeros(1, 4, dtype=torch.long)
     try:
         with torch.no_grad():
@@ -104,10 +104,10 @@ def decoding(mixers: list[str], context: int, *, size: Size, seconds: float, say
 def generating(
     mixers: list[str], context: int, *, size: Size, seconds: float, say: Say, weights: list[str] | None = None
 ) -> list[Cost]:
-    """Rows of a token of `generate` after a context, with weights of each kind."""
+    """Rows of the cost per token of `generate` after a context, for each kind of weights."""
     works, bytes_ = {}, {}
     for mixer, kind in itertools.product(mixers, weights or ["float32"]):
-        if mixer == LLAMA and kind == "int8":  # of our models alone
+        if mixer == LLAMA and kind == "int8":  # only our models have it
             continue
         say(f"reading {context:,} tokens, {mixer}, {kind}")
         model = rounded(build(mixer, longest(context) + TOKENS, size).eval(), kind)
@@ -124,10 +124,10 @@ def generating(
 
 
 def generator(model: Any, context: int) -> Work:
-    """A function that lets `generate` write so many tokens behind a text of about `context` tokens.
+    """A function that lets `generate` write `TOKENS` tokens after a text of about `context` tokens.
 
-    Llama's cache is cut back each time. A state cannot be: a text goes on for a quarter of its length, or a
-    few calls, and then begins again with a copy of its cache.
+    Llama's cache is cropped each time. A state cannot be: the text grows up to `longest` and then starts
+    again with a copy of its first cache.
     """
     begin = torch.randint(VOCABULARY, (1, context + 1))
     first, text = after(model, begin[:, :-1]), begin
@@ -149,7 +149,7 @@ def generator(model: Any, context: int) -> Work:
 
 
 def after(model: Any, ids: torch.Tensor) -> Any:
-    """A model's cache after a text: Llama's is only filled."""
+    """A model's cache after a text; Llama's is filled at random."""
     if type(model) is LlamaForCausalLM:
         return filled(model, ids.shape[1])
     with torch.inference_mode():
@@ -176,12 +176,12 @@ def decoder(model: Any, context: int) -> tuple[Work, int]:
 
 
 def longest(context: int) -> int:
-    """How far a text may go on until it begins again: softmax layers take longer with every token."""
+    """How long a text may grow before it starts again: softmax layers get slower with every token."""
     return context + max(context // 4, 4 * TOKENS)
 
 
 def filled(model: LlamaForCausalLM, context: int) -> DynamicCache:
-    """Llama's cache after a context, with any numbers in it: reading a long one would take minutes."""
+    """Llama's cache after a context, with random content: reading a long one would take minutes."""
     config, cache = model.config, DynamicCache(config=model.config)
     shape = 2, 1, config.num_key_value_heads, context, config.head_dim
     for layer in range(config.num_hidden_layers):
@@ -190,13 +190,13 @@ def filled(model: LlamaForCausalLM, context: int) -> DynamicCache:
 
 
 def bytes_read(model: Any) -> int:
-    """The bytes of weights that one token needs: all but the table of embeddings, of which it takes a row."""
+    """The bytes of weights that one token reads: all but the embedding table, of which it reads one row."""
     table = model.get_input_embeddings().weight
     return sum(t.nbytes for t in (*model.parameters(), *model.buffers()) if t is not table)
 
 
 def bandwidth() -> float:
-    """The bytes a second at which all threads read memory: the best of a few sums of one large tensor."""
+    """Bytes per second at which all threads read memory: the best of five sums of one large tensor."""
     numbers = torch.ones(BIG // 4)
     taken = []
     for _ in range(5):
@@ -213,7 +213,7 @@ def cache_bytes(cache: DynamicCache) -> int:
 
 
 def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
-    """Training steps, then decoding after each context."""
+    """Training steps, then decoding and generating after each context."""
     if args.size not in (None, *SIZES):
         raise SystemExit(f"bench: --size {args.size} is unknown; one of {', '.join(SIZES)}")
     mixers, size = args.models or MIXERS, SIZES[args.size] if args.size else SIZE
@@ -233,7 +233,7 @@ def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
 
 
 def notes(rows: list[Cost]) -> list[str]:
-    """The bound of decoding, for each model, and what `generate` makes of it."""
+    """The speed of `generate` for each model, and its bound."""
     found: dict[tuple[str, str], list[Cost]] = {}
     for row in rows:
         if row.work == "generating":

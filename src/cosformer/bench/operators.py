@@ -21,17 +21,17 @@ from .exactness import with_gradients
 from .measure import Say, Work, device_memories, in_turns, peak_memories
 
 NAMES = ("cosformer-paper", "cosformer", "softmax", "published", "fla")
-OURS = ("cosformer-paper", "cosformer")  # the cosine; no cosine, and a decay for each head and position
+OURS = ("cosformer-paper", "cosformer")  # with the cosine; without it, with a decay per head and position
 DECAYED = ("cosformer", "fla")
 LENGTHS = [128, 256, 512, 1024, 2048, 4096, 16384]
-ALONE = 1  # token: a forward that is little but the call around the kernel
+ALONE = 1  # token: a forward that is mostly the call around the kernel
 DECODED_AFTER = (100, 100_000)  # tokens
 LONGEST_SOFTMAX = 16_384  # beyond it a step takes minutes
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure; the fields are those of `results.Cost`."""
+    """One thing to measure; its fields are fields of `results.Cost`."""
 
     mixer: str
     backend: str | None
@@ -48,8 +48,8 @@ class Case:
 
     @property
     def flops(self) -> float:
-        """The arithmetic of linear attention: 4 N F D a head forward, F features (the cosine doubles them),
-        and three times that with backward; chunks add to it."""
+        """The arithmetic of linear attention: 4 N F D per head forward, with F features (the cosine doubles
+        them), and three times that with backward; chunking adds to it."""
         tokens = {"forward": self.length, "training": 3 * self.length, "decoding": 1}[self.work]
         features = self.head_dim if self.mixer in DECAYED else 2 * self.head_dim
         return 4 * self.heads * features * self.head_dim * tokens
@@ -60,7 +60,7 @@ def name_of(case: Case | Cost) -> str:
 
 
 def published(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> Tensor:
-    """The paper's code, written from its formula: causal sums are stored for every position."""
+    """The paper's code, rewritten from its formula: causal sums are stored for every position."""
     L = q.shape[2]
     angle = (math.pi / 2 / L * torch.arange(L)[:, None]).to(q.dtype)
     phi_q, phi_k = (torch.cat([x.relu() * angle.cos(), x.relu() * angle.sin()], -1) for x in (q, k))
@@ -112,7 +112,7 @@ def prepare(case: Case | dict) -> Work:
 
 
 def finished(work: Work) -> Work:
-    """The work, over when it returns: a GPU is waited for."""
+    """The work, finished when it returns: waits for a GPU."""
     if torch.get_default_device().type == "cpu":
         return work
 
@@ -166,7 +166,7 @@ def check(case: Case) -> float:
 
 
 def cases(args: argparse.Namespace) -> list[Case]:
-    """The cases asked for, less those out of reach, such as softmax beyond LONGEST_SOFTMAX."""
+    """The cases asked for, without those out of reach, such as softmax beyond LONGEST_SOFTMAX."""
     here = [backend for backend in BACKENDS if backend_problem(backend, args.device) is None]
     _known("operator", args.operators, NAMES)
     _known("backend", args.backends, here)
@@ -189,7 +189,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
     if not chosen:
         only = "only cosformer-paper and softmax decode, causally; published needs memory at length"
         raise SystemExit(f"bench: nothing to measure: {only}")
-    return sorted(chosen, key=lambda case: case.length)  # those to be compared take their turns together
+    return sorted(chosen, key=lambda case: case.length)  # cases to be compared take turns close together
 
 
 def _known(what: str, given: list[str] | None, known: tuple[str, ...] | list[str]) -> None:
@@ -203,7 +203,7 @@ def _in_reach(case: Case) -> bool:
         return case.causal and case.mixer in ("cosformer-paper", "softmax") and _runs(case)
     if case.mixer == "fla":
         return case.causal
-    if case.mixer == "published":  # 2 GB of stored sums
+    if case.mixer == "published":  # up to 2 GB of stored sums
         return not case.causal or 3 * case.heads * case.length * 2 * case.head_dim**2 * 4 <= 2e9
     return _runs(case) and (case.mixer != "softmax" or case.length <= LONGEST_SOFTMAX)
 
@@ -229,7 +229,7 @@ def gemm_works(dtype: str) -> dict[str, tuple[Work, float]]:
 
 
 def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
-    """Check every operator against the definition, then measure all cases in turns; one row a case."""
+    """Check every operator against the definition, then measure all cases in turns; one row per case."""
     todo = cases(args)
 
     def kind(case: Case) -> tuple:
@@ -237,7 +237,7 @@ def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
 
     judged = {kind(c): c for c in todo if c.mixer not in ("softmax", "fla") and c.work != "decoding"}
     errors = {key: check(case) for key, case in judged.items()}
-    # A GPU multiplies half precision many times faster; a CPU may only have it in name.
+    # A GPU multiplies half precision many times faster; a CPU may support it only in name.
     compared = {dtype: "float32" if args.device == "cpu" else dtype for dtype in args.dtypes}
     products = {dtype: gemm_works(dtype) for dtype in set(compared.values())}
     works: dict = {case: prepare(case) for case in todo}

@@ -1,9 +1,9 @@
 """cosformer bench --parallel: a training step of one sequence that several processes here hold together.
 
-Each pair of length and number of processes has fresh processes, one thread each, which speak gloo. Every
-other step waits for each message as soon as it is sent, so that times say what the work beside messages
-hides. The time in the scan, and in the states that one process would not need, is counted where those
-functions are called.
+Each pair of length and number of processes gets fresh processes, one thread each, connected by gloo. Every
+other step waits for each message as soon as it is sent; the difference shows what overlapping messages with
+work hides. Time in the scan, and in the states that one process would not need, is counted by wrapping those
+functions.
 """
 
 import argparse
@@ -36,7 +36,7 @@ PROCESSES = [1, 2, 4]
 LENGTHS = [2048, 8192, 32768, 131072]
 SIZE = Size(2, 64, 4)
 MIXER = "cosformer"
-COUNTED = {  # functions of ops/parallel.py, and what their time is called
+COUNTED = {  # functions of ops/parallel.py, and the name of their time
     "_scan": "scan",
     "_segment": "states",
     "_segment_backward": "states",
@@ -46,7 +46,7 @@ COUNTED = {  # functions of ops/parallel.py, and what their time is called
 
 
 class Message:
-    """An all-gather under way: how long somebody worked beside it, and then stood and waited."""
+    """An all-gather under way: how long the process worked beside it, and how long it then waited."""
 
     def __init__(self, work: Any):
         self.work, self.begun, self.beside, self.waiting = work, time.perf_counter(), 0.0, 0.0
@@ -59,7 +59,7 @@ class Message:
 
 
 class Clock:
-    """What a process does with the time of a step."""
+    """Measures what a process does with the time of a step."""
 
     def __init__(self) -> None:
         self.gather = dist.all_gather_single
@@ -74,7 +74,7 @@ class Clock:
         self.messages: list[Message] = []
 
     def counted(self, function: Callable, what: str) -> Callable:
-        """The processor's time of this thread: others may run in between."""
+        """Counts this thread's CPU time, as others may run in between."""
 
         def run(*args: Any) -> Any:
             start = time.thread_time()
@@ -94,14 +94,14 @@ class Clock:
         return message
 
     def found(self, seconds: float) -> dict[str, float]:
-        """Shares of a step that took so long; the work beside its messages."""
+        """Shares of a step that took `seconds`; seconds of work beside its messages; bytes sent."""
         spent = self.spent | {"waiting": math.fsum(message.waiting for message in self.messages)}
         about = {name: value / seconds for name, value in spent.items()}
         return about | {"beside": math.fsum(message.beside for message in self.messages), "sent": self.sent}
 
 
 def work(case: dict[str, Any]) -> None:
-    """One process: it prints what it measured."""
+    """Runs in each process and prints what it measured."""
     torch.set_num_threads(1)
     rank, processes, length = case["rank"], case["processes"], case["length"]
     dist.init_process_group("gloo", init_method=f"file://{case['store']}", rank=rank, world_size=processes)
@@ -118,7 +118,7 @@ def work(case: dict[str, Any]) -> None:
         step(ids[:, :64])  # code, thread pools and libraries are not the step's memory
         before = _peak(reset=True)
         step(ids)
-        memory = _peak() - before  # later steps add more: the heap is in pieces
+        memory = _peak() - before  # later steps add more, as the heap fragments
         clock = Clock()
         for number in range(case["steps"] * min(2, processes)):
             clock.start(at_once=number % min(2, processes) == 1)
@@ -134,14 +134,12 @@ def work(case: dict[str, Any]) -> None:
 
 
 def measured(processes: int, length: int, *, size: Size, steps: int) -> Shared:
-    """The slowest process counts for time, the largest for memory; the rest are means over processes."""
+    """Time is the slowest process's, memory the largest's; the rest are means over processes."""
     found = started(processes, length, size=size, steps=steps)
     turns = list(zip(*(process["steps"] for process in found), strict=True))
     usual = [turn for turn in turns if not turn[0]["at_once"]]
     at_once = [max(one["seconds"] for one in turn) for turn in turns if turn[0]["at_once"]]
-    crowd = max(
-        0.0, 1 - (os.cpu_count() or 1) / processes
-    )  # so much they wait for each other, not for others
+    crowd = max(0.0, 1 - (os.cpu_count() or 1) / processes)  # share in which they wait for each other
     samples = []
     for turn in usual:
         waited = max(one["waited"] for one in turn)
@@ -167,7 +165,7 @@ def measured(processes: int, length: int, *, size: Size, steps: int) -> Shared:
 
 
 def started(processes: int, length: int, *, size: Size, steps: int) -> list[dict[str, Any]]:
-    """What each of the processes says."""
+    """What each process printed."""
     code = "import sys, json; from cosformer.bench import parallel; parallel.work(json.loads(sys.argv[1]))"
     command = [sys.executable, "-W", "ignore", "-c", code]
     case = {"processes": processes, "length": length, "size": asdict(size), "steps": steps}

@@ -19,14 +19,14 @@ CHOICES = {"chunk": (32, 64, 128), "steps": (1, 2, 4), "gather": TILES, "read": 
 
 
 def run(args: argparse.Namespace, say: Say) -> None:
-    """For each size and dtype asked for, one row on top of the table, which names this device."""
+    """For each size and dtype asked for, puts a row with this device's name on top of the table."""
     problem = backend_problem("triton", args.device)
     if problem is not None:
         raise SystemExit(f"bench: --tune needs a GPU that runs the triton backend: {problem}")
     from ..ops.triton.device import bits
 
     device = torch.cuda.get_device_name()
-    logging.getLogger("cosformer").setLevel(logging.CRITICAL)  # a failed trial is one choice less
+    logging.getLogger("cosformer").setLevel(logging.CRITICAL)  # a failed trial only removes a choice
     for size, dtype in itertools.product(args.head_dims, args.dtypes):
         width = bits(getattr(torch, dtype), torch.device("cuda", torch.cuda.current_device()))
         step = training_step(size, getattr(torch, dtype))
@@ -40,7 +40,7 @@ def run(args: argparse.Namespace, say: Say) -> None:
 
 
 def tuned(row: Row, measure: Callable[[], float], say: Say) -> Row:
-    """The row with the best of the choices, one kind after another; what does not run is left out."""
+    """The row with the best choices, one field after another; what does not run is left out."""
     failures: list[Exception] = []
     best, least = row, _tried(row, measure, failures)
     for field in CHOICES:
@@ -57,16 +57,16 @@ def tuned(row: Row, measure: Callable[[], float], say: Say) -> Row:
 def _candidates(row: Row, field: str) -> Iterator[Row]:
     for choice in CHOICES[field]:
         changed = Blocks(**{**row.blocks._asdict(), field: choice})
-        if changed.chunk // changed.steps >= 16:  # a matrix product takes 16 at least
+        if changed.chunk // changed.steps >= 16:  # a matrix product needs at least 16
             yield row._replace(blocks=changed)
 
 
 def _tried(row: Row, measure: Callable[[], float], failures: list[Exception]) -> float:
     blocks.put(row)
-    trust.forget()  # other block sizes are other kernels: each is on trial by itself
+    trust.forget()  # other block sizes are other kernels, each with its own trial
     try:
         return measure()
-    except Exception as error:  # too much shared memory, a failed trial, or whatever else a compiler says
+    except Exception as error:  # too much shared memory, a failed trial, or any error of the compiler
         failures.append(error)
         return float("inf")
 

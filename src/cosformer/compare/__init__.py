@@ -3,8 +3,8 @@
     OUT/results.jsonl    a row for each finished cell      OUT/report.html    the answer
     OUT/plan.json        what is run, for how many steps   OUT/cells/         the trained models
 
-Interrupted at any moment, the same command goes on where it stopped: finished cells are not run again.
-The plan is said at once, before the libraries are loaded.
+After an interruption at any moment the same command continues: finished cells are not run again.
+The plan is printed at once, before the libraries are loaded.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from .plan import EVIDENCE, MIXERS, Subject, demo, full
 
 __all__ = ["main"]
 
-COST = "cost"  # what is not a subject, and named like one
+COST = "cost"  # not a subject, but named like one in --subjects
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,7 +61,7 @@ def main(argv: list[str]) -> None:
 
 
 def carry_out(subjects: list[Subject], given: argparse.Namespace, *, begun: float, command: str) -> None:
-    """Load what it takes, run the comparison, write the report."""
+    """Load the libraries, run the comparison, write the report."""
     import torch
 
     from .. import mixers, report, train
@@ -127,7 +127,7 @@ def chosen(given: argparse.Namespace) -> list[Subject]:
 
 
 def in_words(subjects: list[Subject], given: argparse.Namespace) -> str:
-    """What is going to be done, in words."""
+    """What will be done, in words."""
     lines, cells = [], 0
     if costs(given):
         lengths = ", ".join(f"{n:,}" for n in given.lengths)

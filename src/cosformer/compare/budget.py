@@ -9,14 +9,14 @@ from ..train import models
 from .plan import EVALUATIONS, Subject
 from .quality import Cell, task_of
 
-SHARE_OF_COST = 0.15  # of the minutes there are
+SHARE_OF_COST = 0.15  # of the minutes given
 CLOSING = 6.0  # seconds, for the report
 STARTING = 2.0  # seconds, to build, save and load the models of a cell
 STEPS = [10, 20, 30, 50, 75, *(n * 10**k for k in (1, 2) for n in (10, 15, 20, 30, 40, 60, 80)), 10_000]
 
 
 def seconds_a_step(cell: Cell) -> float:
-    """What an optimiser step takes: the faster of two, after one that warms up; 0 for what is refused."""
+    """Seconds of an optimiser step: the faster of two after a warm-up; 0 if the cell cannot be trained."""
     run, subject = cell.run(1, 1e-3), cell.subject
     if cell.problem(run):
         return 0.0
@@ -39,7 +39,7 @@ def seconds_a_step(cell: Cell) -> float:
 
 
 def cell_seconds(subject: Subject, step: float, steps: int) -> float:
-    """What a cell takes: training, search, and evaluation, whose forward is about a third of a step."""
+    """Seconds of a cell: training, search, and evaluation, whose forward is about a third of a step."""
     if not step:
         return 0.0
     scored = (EVALUATIONS + 1) * subject.eval_examples + 2 * subject.test_examples
@@ -50,9 +50,9 @@ def cell_seconds(subject: Subject, step: float, steps: int) -> float:
 
 
 def steps_that_fit(subject: Subject, seconds: list[float], budget: float) -> int:
-    """The largest round number of steps with which cells of these seconds a step take at most `budget`.
+    """The largest round number of steps with which cells of these `seconds` per step fit into `budget`.
 
-    Round, so that two runs on one machine mostly agree although no measurement repeats exactly.
+    Round, so that two runs on one machine mostly agree, though no measurement repeats exactly.
     """
     fit = [n for n in STEPS if sum(cell_seconds(subject, each, n) for each in seconds) <= budget]
     return min(max(fit, default=STEPS[0]), subject.most_steps)

@@ -25,11 +25,11 @@ from .plan import Subject
 from .quality import Cell, searched, task_of, trained
 
 SIZE = "tiny"  # of the models whose cost is measured
-MOST_SECONDS = 60.0  # of timing; more would not tell more
+MOST_SECONDS = 60.0  # of timing; more would tell no more
 
 
 class Comparison:
-    """One folder of results; `minutes` None: as long as it takes, `begun` is when they began to run."""
+    """One folder of results; `minutes` (None: as long as it takes) count from `begun`."""
 
     def __init__(self, out: Path, *, minutes: float | None, begun: float | None = None):
         self.out, self.minutes = out, minutes
@@ -38,14 +38,14 @@ class Comparison:
         self.results = Writer(out / "results.jsonl")
         self.results.add_once(measure.machine(transformers=transformers_version))
         self.end_of_training = self.begun + 60 * (minutes or math.inf) - budget.CLOSING
-        self.expected = self.spent = 0.0  # seconds of the cells done
+        self.expected = self.spent = 0.0  # seconds of the cells done, estimated and actual
 
     @property
     def left(self) -> float:
         return self.end_of_training - time.perf_counter()
 
     def measure(self, mixers: list[str], lengths: list[int]) -> None:
-        """What is not training: exactness and cost, each where it is missing."""
+        """What needs no training: exactness and cost, each where its rows are missing."""
         if not of(self.results.rows, Exactness):
             measure.say("exactness: comparisons with the definition")
             for compared in list(exactness.rows()):
@@ -58,7 +58,7 @@ class Comparison:
         able = {work: [mixer for mixer in mixers if bench.able(mixer, work)] for work in works}
         end, found = time.perf_counter() + 2 * share, []
         for length, work in itertools.product(sorted(lengths), works):
-            # All mixers at a length again: a time means something beside the others.
+            # If one is missing, all mixers at a length again: times are comparable only if taken together.
             if all((work, mixer, length) in known for mixer in able[work]):
                 continue
             if time.perf_counter() > end:
@@ -73,7 +73,7 @@ class Comparison:
     def train(
         self, subjects: list[Subject], mixers: list[str], *, seeds: list[int] | None, steps: int | None
     ) -> None:
-        """Every cell that is not done yet; steps and seeds are given, or the subjects' own."""
+        """Train every cell that is not done yet; steps and seeds as given, else the subjects' own."""
         for number, subject in enumerate(subjects):
             done = {(row.subject, row.mixer, row.seed) for row in of(self.results.rows, Quality)}
             own = [(mixer, seed) for seed in seeds or subject.seeds for mixer in subject.mixers(mixers)]
@@ -88,7 +88,7 @@ class Comparison:
             self.look_at(subject)
 
     def train_subject(self, subject: Subject, todo: list[Cell], *, weight: float, steps: int | None) -> None:
-        """The subject's cells; without given steps they get `weight` of the time that is left."""
+        """Train the subject's cells; without given steps they get the share `weight` of the time left."""
         seconds: dict[str, float] = {}
         slower = max(1.0, self.spent / self.expected) if self.expected else 1.0
         for cell in todo:
@@ -115,7 +115,7 @@ class Comparison:
             self.look_at(subject)
 
     def rate_of(self, cell: Cell, steps: int) -> float:
-        """The subject's rate of learning; of several the best for this mixer, by short runs kept as rows."""
+        """The subject's learning rate; of several, the best for this mixer by short runs, kept as rows."""
         rates = cell.subject.rates
         if len(rates) == 1 or cell.problem(cell.run(steps, rates[0])):
             return rates[0]
@@ -137,7 +137,7 @@ class Comparison:
         return best
 
     def steps_of(self, subject: Subject, steps: int | None, seconds: list[float], budget_: float) -> int:
-        """As given, or the subject's, or what fits the time. What an earlier start has chosen stays."""
+        """As given, else the subject's, else what fits the time. What an earlier start chose stays."""
         path = self.out / "plan.json"
         plan: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         asked, known = json.loads(json.dumps(asdict(subject))), plan.get(subject.name)
@@ -155,9 +155,9 @@ class Comparison:
         return known["steps"]
 
     def look_at(self, subject: Subject) -> None:
-        """What the trained language models do with their context, where that is not known yet.
+        """Add what trained language models do with their context, where those rows are missing.
 
-        Rows may come from a machine that is gone, and its models with it.
+        Models may be missing, too: rows may come from another machine.
         """
         rows = of(self.results.rows, Quality)
         for row in [row for row in rows if row.subject == subject.name and row.status == "done"]:
@@ -173,7 +173,7 @@ class Comparison:
                 self.results.add(looks.positions(cell, task_of(cell.run(row.steps, row.rate))))
 
     def end(self, command: str) -> list[Row]:
-        """All rows, with one about this command."""
+        """All rows, after adding one about this command."""
         took = time.perf_counter() - self.begun
         started = datetime.fromtimestamp(time.time() - took, timezone.utc).strftime("%Y-%m-%dT%H:%M:%SZ")
         self.results.add(Run(command=command, started=started, minutes=round(took / 60, 1)))
@@ -190,7 +190,7 @@ def said(row: Quality) -> str:
 
 
 class Board(TrainerCallback):
-    """A line that is rewritten on a terminal, elsewhere a line for each cell; what is done stays."""
+    """On a terminal one line that is rewritten, elsewhere a line per cell; lines of finished work stay."""
 
     def __init__(self) -> None:
         self.what, self.of, self.left, self.cell_seconds = "", "", 0.0, 0.0
@@ -201,7 +201,7 @@ class Board(TrainerCallback):
         print(text, flush=True)
 
     def begin(self, what: str, seconds: float, left: float, of: str) -> None:
-        """A cell of about `seconds` begins; `left` is what comes after it, in all or `of` a subject."""
+        """A cell of about `seconds` begins; `left` seconds come after it, in all or `of` a subject."""
         self.what, self.cell_seconds, self.left, self.cell_begun = what, seconds, left, time.perf_counter()
         self.of = of
         text = f"{what}: about {clock(seconds)}; {clock(left + seconds)} left{of}"

@@ -13,8 +13,8 @@ from ..train import models
 from .quality import Cell
 
 TOKENS = 64  # of a picture
-TEXTS = 64  # whose loss is taken
-FIRST = 16  # positions of the first bin; each bin after it ends at twice the position
+TEXTS = 64  # windows whose loss is taken
+FIRST = 16  # positions of the first bin; each later bin ends at twice the position
 
 
 @torch.no_grad()
@@ -49,7 +49,7 @@ def picture(cell: Cell, task: tasks.Task) -> Picture:
 
 @torch.no_grad()
 def positions(cell: Cell, task: tasks.Task) -> Positions:
-    """The mean loss of tokens by how many stand before them, over windows of the test set."""
+    """The mean loss of tokens by how many precede them, over windows of the test set."""
     model = models.load(str(cell.folder(cell.subject.name)), task.kind).eval()
     windows = [task.test[i]["input_ids"] for i in range(0, len(task.test), max(1, len(task.test) // TEXTS))]
     windows = [ids for ids in windows if len(ids) == task.max_length][:TEXTS]

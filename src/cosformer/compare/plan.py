@@ -5,9 +5,9 @@ from typing import Any
 
 MIXERS = ["softmax", "softmax+rope", "cosformer-paper", "cosformer", "cosformer-hybrid"]
 EVIDENCE = ["softmax+rope", "cosformer-paper", "cosformer", "cosformer-hybrid"]  # the mixers of --full
-# The paper's studies: what softmax does (identity, LeakyReLU, ReLU, softmax), the cosine, and decay.
+# The paper's studies: what softmax does (against identity, LeakyReLU, ReLU), the cosine, and decay.
 STUDY = ["elu", "identity", "leaky_relu", "relu", "cosformer-ladder", "cosformer-cosine"]
-EVALUATIONS = 5  # while training; more would take much of a short run's time
+EVALUATIONS = 5  # while training; more would take too much of a short run's time
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -15,34 +15,34 @@ class Subject:
     """A task with the size, batch and optimiser that every mixer gets."""
 
     name: str
-    group: str  # of the report: lm, finetune, lra, recall, seq2seq, parts, toy
+    group: str  # section of the report: lm, finetune, lra, recall, seq2seq, parts, toy
     title: str
     data: str  # in words
     task: str
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # the task's; see `run_of` for "start"
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # the task's; "start": see Cell.run
     size: str = "tiny"
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)  # the model's
     batch: int = 8
-    rates: tuple[float, ...] = (1e-3,)  # of learning; of several, the best for each mixer is searched ...
+    rates: tuple[float, ...] = (1e-3,)  # learning rates; of several, the best for each mixer is searched ...
     searched: float = 0.1  # ... by training for this share of the steps ...
-    search_on: "Subject | None" = None  # ... of another subject, whose rate is then taken
+    search_on: "Subject | None" = None  # ... on another subject, whose best rate is then taken
     training: dict[str, Any] = dataclasses.field(default_factory=dict)  # transformers' other arguments
     steps: int | None = None  # None: what fits the time
-    weight: float = 1.0  # of the time there is
+    weight: float = 1.0  # in sharing out the time
     most_steps: int = 10_000
     seeds: tuple[int, ...] = (0,)
     eval_examples: int = 64
     test_examples: int = 256
-    after: str | None = None  # start from the same mixer's model of this subject
+    after: str | None = None  # start from the same mixer's model for this subject
     pretrain: dict[str, Any] | None = None  # arguments of masked pre-training on its own texts
     study: bool = False  # also compare the paper's studies on it
-    only: tuple[str, ...] = ()  # of the default mixers: others would take too long
+    only: tuple[str, ...] = ()  # instead of the default mixers: others would take too long
     by_position: bool = False  # also the loss by position in the context
-    note: str | None = None  # in what it departs from a published protocol
-    published: dict[str, float] = dataclasses.field(default_factory=dict)  # by the same protocol
+    note: str | None = None  # how it departs from a published protocol
+    published: dict[str, float] = dataclasses.field(default_factory=dict)  # by mixer, same protocol
 
     def mixers(self, chosen: list[str]) -> list[str]:
-        """The mixers compared on it; the paper's studies come with the default ones."""
+        """The mixers compared on it; the paper's studies join the default ones."""
         if self.study and chosen == MIXERS:
             return [*chosen, *STUDY]
         return list(self.only) if self.only and chosen == EVIDENCE else chosen
@@ -50,7 +50,7 @@ class Subject:
 
 # fmt: off
 def demo(data: str | None = None, length: int | None = None) -> list[Subject]:
-    """What runs anywhere in minutes: data that every machine has or makes."""
+    """Subjects that run anywhere in minutes, on data that every machine has or makes."""
     sizes = [50_000, 1_000, 1_000]
     return [
         Subject(
@@ -75,18 +75,19 @@ def demo(data: str | None = None, length: int | None = None) -> list[Subject]:
     ]
 
 
-# A class from thousands of tokens: with plain means or wider first weights, hundreds of steps show nothing.
+# A class from thousands of tokens: plain means or larger initial weights learn nothing in hundreds of steps.
 LONG = {"pooling": "normed-mean", "initializer_range": 0.02}
-ALIKE = {"train_sampling_strategy": "group_by_length"}  # texts of like length in a batch: less padding
+ALIKE = {"train_sampling_strategy": "group_by_length"}  # similar lengths in a batch: less padding
 # Nystromformer's models for Long-Range Arena, its optimiser and its rate, which is not searched.
 SMALL = {"intermediate_size": 128, "pooling": "mean", "dropout": 0.1}
 ITS_OWN = {"lr_scheduler_type": "linear", "weight_decay": 0.0, "adam_beta2": 0.999}
+POOLINGS = ("first", "mean", "max", "mean-max", "attention", "normed-mean")
 PRETRAINED = {"max_steps": 1_000, "learning_rate": 1e-3}  # on a task's own texts
 GRID = {64: (8, 4, 16), 128: (16, 8, 32), 256: (32, 16, 64)}  # tokens: pairs to recall
 
 
 def recall(length: int, pairs: int, search_on: Subject | None = None) -> Subject:
-    """Rates are searched once for each mixer: until a model has begun to recall, its loss tells little."""
+    """Rates are searched once per mixer: until a model begins to recall, its loss tells little."""
     return Subject(
         name=f"recall-{length}-{pairs}", group="recall", task="recall",
         title=f"Recall of {pairs} pairs in {length} tokens", data="generated, vocabulary 256",
@@ -99,7 +100,7 @@ def recall(length: int, pairs: int, search_on: Subject | None = None) -> Subject
 
 
 def full(root: str) -> list[Subject]:
-    """The real sets, in the folder `root`, and what is generated; steps are the same on every machine."""
+    """The real sets in the folder `root`, and generated ones; steps are the same on every machine."""
     wikitext = {"data": f"{root}/wikitext-2", "length": 1024, "isolate": False}
     first = recall(64, 8)
     bytes_ = Subject(
@@ -108,7 +109,7 @@ def full(root: str) -> list[Subject]:
         rates=(1e-3, 2e-3, 4e-3), steps=1_000,
         seeds=(0, 1, 2), test_examples=512, by_position=True,
     )
-    # What the convolution and the norms alone are worth: to softmax, and to us.
+    # What the convolution and the norms alone are worth, to softmax and to us.
     ablated = dataclasses.replace(bytes_, group="parts", seeds=(0,), by_position=False, search_on=bytes_)
     spelling = Subject(
         name="cmudict", group="seq2seq", title="Spelling to phonemes, by cross attention", task="seq2seq",
@@ -116,6 +117,16 @@ def full(root: str) -> list[Subject]:
                                   "tokenizer": "bytes"},
         fields={"encoder_layers": 2, "decoder_layers": 2}, batch=64, rates=(5e-4, 1e-3, 2e-3),
         training=ALIKE, steps=4_000, eval_examples=256, test_examples=1_000,
+    )
+    bytes_of_imdb = Subject(  # how a text becomes one vector: from bytes ...
+        name="pooling-imdb", group="parts", title="IMDB as 512 bytes", task="text", data="IMDB",
+        settings={"data": f"{root}/imdb", "length": 512, "holdout": 0.04}, size="toy", batch=16, steps=300,
+        eval_examples=256, test_examples=2_000, only=("cosformer",),
+    )
+    subwords_of_sst2 = dataclasses.replace(  # ... and from subwords
+        bytes_of_imdb, name="pooling-sst2", title="SST-2 as 4,000 subwords", task="classify", data="SST-2",
+        settings={"data": f"{root}/sst2", "length": 64, "tokenizer": "bpe:4000"}, batch=32,
+        eval_examples=872, test_examples=1_821,
     )
     many = Subject(
         name="wikitext2-lm-30000", group="parts", title="WikiText-2 language model, 30,000 tokens", task="lm",
@@ -184,6 +195,9 @@ def full(root: str) -> list[Subject]:
             fields={**spelling.fields, "cross_mixer": "cosformer-paper"}, search_on=spelling,
             only=("cosformer-paper", "cosformer"),
         ),
+        *(dataclasses.replace(of, name=f"{of.name}-{pooling}", title=f"{of.title}, pooling: {pooling}",
+                              fields={"pooling": pooling})
+          for of in (bytes_of_imdb, subwords_of_sst2) for pooling in POOLINGS),
         many,
         dataclasses.replace(
             many, name="wikitext2-lm-one-vs-each", title="The same with one-vs-each over 512 of them",

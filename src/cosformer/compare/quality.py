@@ -33,14 +33,14 @@ class Cell:
         return f"{self.subject.name}, {self.mixer}" + (f", seed {self.seed}" if self.seed else "")
 
     def folder(self, subject: str) -> Path:
-        """Where this mixer's and seed's model of a subject is."""
+        """Where the model of this mixer and seed for a subject is."""
         return self.out / "cells" / f"{subject}-{re.sub(r'[^a-z0-9+_-]+', '_', self.mixer)}-{self.seed}"
 
     def run(self, steps: int, rate: float) -> train.Run:
-        """The training run. A tokenizer called "start" is that of the model it starts from."""
+        """The training run. The tokenizer "start" is that of the model it starts from."""
         subject, settings = self.subject, dict(self.subject.settings)
         start = str(self.folder(subject.after)) if subject.after else None
-        if settings.get("tokenizer") == "start":  # where there is none, the row will say that
+        if settings.get("tokenizer") == "start":  # if there is none, the row will say so
             settings["tokenizer"] = start if start and Path(start).exists() else "bytes"
         training = {
             "max_steps": steps,
@@ -69,7 +69,7 @@ class Cell:
         )
 
     def problem(self, run: train.Run) -> tuple[Status, str] | None:
-        """Why it cannot be trained: the mixer refuses, or there is nothing to start from."""
+        """Why it cannot be trained, if so: the mixer refuses, or there is no model to start from."""
         if run.start and not Path(run.start, "config.json").exists():
             return "failed", f"{self.subject.after} left no model to start from"
         try:
@@ -84,13 +84,13 @@ def task_of(run: train.Run) -> tasks.Task:
     return _task(run.task, json.dumps(run.task_settings))
 
 
-@lru_cache(maxsize=1)  # all mixers of a subject have the same
+@lru_cache(maxsize=1)  # the same for all mixers of a subject
 def _task(name: str, settings: str) -> tasks.Task:
     return tasks.build(name, **json.loads(settings))
 
 
 def command(run: train.Run) -> str:
-    """The command that does the run again."""
+    """The command that repeats the run."""
     words = ["cosformer", "train", run.task, "--mixer", run.mixer, "--size", run.size]
     words += ["--out", Path(run.out).name]
     words += ["--start", Path(run.start).name] if run.start else []
@@ -107,7 +107,7 @@ def command(run: train.Run) -> str:
 
 
 def about(cell: Cell, run: train.Run, steps: int, rate: float) -> dict[str, Any]:
-    """What the rows of a training and of a search both say of it."""
+    """The fields that rows of a training and of a search share."""
     task = task_of(run)
     known = {"subject": cell.subject.name, "mixer": cell.mixer, "seed": cell.seed, "steps": steps}
     judged = {"metric": task.metric, "greater_is_better": task.greater_is_better}
@@ -115,7 +115,7 @@ def about(cell: Cell, run: train.Run, steps: int, rate: float) -> dict[str, Any]
 
 
 def trained(cell: Cell, steps: int, rate: float, watch: TrainerCallback) -> Quality:
-    """Train, or go on training. A mixer that refuses or breaks off has a row, too, with the reason."""
+    """Train, or resume. A mixer that refuses, or whose training breaks off, gets a row with the reason."""
     subject, run = cell.subject, cell.run(steps, rate)
     problem, task = cell.problem(run), task_of(run)
     shape = models.size_of(run.size, task)
@@ -133,7 +133,7 @@ def trained(cell: Cell, steps: int, rate: float, watch: TrainerCallback) -> Qual
         with Watch() as others:
             result = train.train(run, resume=True, watch=watch)
     except train.NotFinite as stopped:
-        # Anything else, an interruption or a full disk, is not the mixer's: the next start goes on.
+        # Anything else, such as a full disk, is not the mixer's fault: the next start resumes.
         return Quality(**known, status="failed", reason=str(stopped).split(";")[0])
     for checkpoint in Path(run.out).rglob("checkpoint-*"):
         shutil.rmtree(checkpoint)
@@ -162,7 +162,7 @@ def searched(cell: Cell, steps: int, rate: float, watch: TrainerCallback) -> Sea
     run = replace(
         run,
         out=str(cell.out / "search" / Path(run.out).name / f"{rate:g}"),
-        pretrain=None,  # it would be the same for every rate, and takes longer than the search
+        pretrain=None,  # the same for every rate, and longer than the search
         test_examples=run.eval_examples,
         training=run.training | {"eval_on_start": False, "eval_steps": steps},
     )
@@ -178,7 +178,7 @@ def searched(cell: Cell, steps: int, rate: float, watch: TrainerCallback) -> Sea
 
 
 def most_frequent(task: tasks.Task, examples: int) -> float | None:
-    """The share of the test set's most frequent answer, where the metric is the share of right answers."""
+    """The share of the most frequent answer in the test set; None unless the metric is accuracy."""
     if task.metric != "accuracy":
         return None
     chosen = (task.test[i * len(task.test) // examples]["labels"] for i in range(examples))
@@ -188,7 +188,7 @@ def most_frequent(task: tasks.Task, examples: int) -> float | None:
 
 
 def point(line: dict[str, Any], metric: str, speed: float) -> dict[str, float]:
-    """A line of metrics as a point of a learning curve; its seconds are of training alone."""
+    """A line of metrics as a point of a learning curve; its seconds count training alone."""
     kept = {"step": line["step"], "tokens": line["tokens"], "seconds": round(line["tokens"] / speed, 3)}
     for name, key in (("loss", "loss"), ("eval_loss", "eval_loss"), ("value", f"eval_{metric}")):
         if key in line and math.isfinite(line[key]):
@@ -197,9 +197,9 @@ def point(line: dict[str, Any], metric: str, speed: float) -> dict[str, float]:
 
 
 def speed_of(lines: list[dict[str, Any]]) -> float:
-    """Tokens a second while training, evaluation left out.
+    """Tokens per second of training, without evaluation.
 
-    Not the median of the lines: where batches differ in length, long ones hold most tokens and take longest.
+    Not the median of the lines: where batches differ in length, the long ones hold most tokens and time.
     """
     timed = [line for line in lines if "tokens_per_second" in line]
     tokens = [now["tokens"] - before for now, before in zip(timed, [0, *(line["tokens"] for line in timed)])]

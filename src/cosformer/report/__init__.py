@@ -18,7 +18,7 @@ BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
 
 
 def numbers(rows: Iterable[Row]) -> str:
-    """What a Markdown page says of the rows: the comparison, or else what was timed."""
+    """What a Markdown page says about the rows: the comparison if there is one, else the timings."""
     measured = Measured(rows)
     if (table := tables.verdicts(measured)) is not None:
         return "\n\n".join([*paragraphs(measured), table.markdown()])
@@ -29,7 +29,7 @@ def numbers(rows: Iterable[Row]) -> str:
 
 
 def terminal_summary(rows: Iterable[Row]) -> str:
-    """The summary of the page: its paragraphs, and a line for each task."""
+    """The page's summary: its paragraphs, and a line for each task."""
     measured = Measured(rows)
     said = [textwrap.fill(text, 100) for text in paragraphs(measured)]
     table = tables.verdicts(measured)
@@ -37,7 +37,7 @@ def terminal_summary(rows: Iterable[Row]) -> str:
 
 
 def terminal_speeds(rows: Iterable[Row]) -> str:
-    """All that was timed."""
+    """Tables of all timings."""
     found = tables.speeds(Measured(rows))
     return "\n\n".join("\n".join(filter(None, [t.caption, t.text(), t.note])) for t in found)
 

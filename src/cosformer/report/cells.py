@@ -12,7 +12,7 @@ from .style import NOTHING, digits, looks, name, percent, score
 
 OURS = ("cosformer", "cosformer-paper")
 THEIRS = ("softmax+rope", "softmax")
-GROUPS = {  # of tasks, in the order of the page
+GROUPS = {  # of tasks, in page order
     "lm": "Language modelling",
     "finetune": "Pre-training and fine-tuning",
     "lra": "Long-Range Arena",
@@ -21,7 +21,7 @@ GROUPS = {  # of tasks, in the order of the page
     "parts": "What parts of the model are worth",
     "toy": "Toy tasks",
 }
-TIE = 0.005  # of the value; nothing smaller is a difference, but of shares, whose errors are known
+TIE = 0.005  # relative: smaller differences tie, except between shares, whose errors are known
 
 
 class Span(NamedTuple):
@@ -33,12 +33,12 @@ class Span(NamedTuple):
     seeds: int
 
     def range(self, metric: str) -> str:
-        """The lowest and the highest of several seeds; empty for one."""
+        """The lowest and highest of several seeds; empty for one."""
         return f"{score(metric, self.low)}–{score(metric, self.high)}" if self.seeds > 1 else ""
 
 
 def span(values: Iterable[float | None]) -> Span | None:
-    """Of the values there are; None if there is none."""
+    """The span of the values that are not None; None if there are none."""
     found = [value for value in values if value is not None]
     return Span(sum(found) / len(found), min(found), max(found), len(found)) if found else None
 
@@ -60,20 +60,20 @@ class Cell:
 
     @property
     def learned(self) -> bool:
-        """Whether most seeds beat the most frequent answer; yes where there is no such answer."""
+        """Whether most seeds beat the most frequent answer; True where there is no such answer."""
         known = [row.learned for row in self.done if row.learned is not None]
         return not known or 2 * sum(known) > len(known)
 
     @property
     def text(self) -> str:
-        """What it reached; else why it has not."""
+        """Its score, else its status."""
         if self.value:
             return score(self.done[0].metric, self.value.mean)
         return self.undone[-1].status
 
     @property
     def remarks(self) -> str:
-        """The range of its seeds, what was published for the same protocol, that it is but a guess."""
+        """The range of its seeds, the published score by the same protocol, whether it is a mere guess."""
         if not self.value:
             return ""
         metric, published = self.done[0].metric, self.done[0].published
@@ -104,7 +104,7 @@ class Experiment:
 
 
 class Measured:
-    """All rows of a report, by kind; of rows about the same thing the last."""
+    """All rows of a report, by kind; only the last of rows about the same thing."""
 
     def __init__(self, rows: Iterable[Row]):
         kept = latest(rows)
@@ -124,12 +124,12 @@ class Measured:
 
     @property
     def verdicts(self) -> list["Verdict"]:
-        """cosFormer beside softmax, task by task; studies of a part are no contest between the two."""
+        """cosFormer beside softmax, task by task; studies of a part do not compare the two."""
         return [verdict(e) for e in self.experiments if e.row.group != "parts"]
 
 
 def _cost(row: results.Shared) -> results.Cost:
-    """What a step costs that several processes share: they stand where mixers do."""
+    """A step that several processes share, as a cost; their number takes the mixer's place."""
     who = "1 process" if row.processes == 1 else f"{row.processes} processes"
     size = f"{row.size}, one shared sequence"
     names = ("length", "ms", "ms_low", "ms_high", "waited", "memory_mib")
@@ -158,7 +158,7 @@ class Verdict:
     ours: Cell | None
     theirs: Cell | None
     outcome: str  # better, worse, tie, not learned, not compared
-    difference: str  # "2.6 % higher"; why nothing can be said, if not compared
+    difference: str  # "2.6 % higher", or why they are not compared
     margin: str = ""  # why a tie is one
 
 
@@ -174,7 +174,7 @@ def verdict(e: Experiment) -> Verdict:
                 missing = f"{name(cells[0].mixer)} {cells[0].why_not}"
             return Verdict(e, None, None, "not compared", missing)
         found.append(reached)
-    # Ours is the first, theirs the best: beating the weaker would prove nothing.
+    # Ours is the first that has a value, theirs the best: beating the weaker would prove nothing.
     mine, other = found[0][0], max(found[1], key=lambda cell: sign * cell.value.mean if cell.value else 0.0)
     assert mine.value and other.value
     if not any(cell.learned for cell in e.cells if cell.value):
@@ -188,7 +188,7 @@ def verdict(e: Experiment) -> Verdict:
 
 
 def change(metric: str, before: float, after: float) -> str:
-    """The size of a difference: in points of a share, else in per cent of what was before."""
+    """The size of a difference: in percentage points for shares, else in per cent of `before`."""
     size = abs(after - before)
     if percent(metric):
         return f"{100 * size:.{1 if size >= 0.01 else 2}f} points"

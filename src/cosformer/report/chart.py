@@ -20,7 +20,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Panel:
-    """One pair of axes, linear unless they are said to be logarithmic."""
+    """One pair of axes, linear unless `log`."""
 
     id: str
     title: str  # of the vertical axis, written above it
@@ -28,13 +28,13 @@ class Panel:
     lines: list[Line]
     heading: str = ""  # above the title: what this panel of several is about
     log: str = ""  # "x" or "xy"
-    rings: Points = field(default_factory=list)  # places marked: crossings
+    rings: Points = field(default_factory=list)  # marked places: crossings
     scatter: bool = False
-    reach: tuple[float, float] | None = None  # of the vertical axis, if not that of all points
+    reach: tuple[float, float] | None = None  # of the vertical axis, if not that of the points
 
 
 class Scale:
-    """From a value to its place between `start` and `end` of the drawing, with some room at both ends."""
+    """Maps a value to its place between `start` and `end` of the drawing, with room at both ends."""
 
     def __init__(self, values: list[float], start: float, end: float, log: bool = False):
         self.start, self.end, self.log = start, end, log
@@ -50,7 +50,7 @@ class Scale:
         return round(self.start + share * (self.end - self.start), 1)
 
     def ticks(self) -> list[float]:
-        """Round values in between, eight at most."""
+        """Round values within the scale, at most eight."""
         if self.log:
             heads = (1, 2, 5) if self.high - self.low < 2.3 else (1,)
             powers = range(math.floor(self.low), math.ceil(self.high))
@@ -66,7 +66,7 @@ class Scale:
 
 
 class Drawing:
-    """A panel on its scales."""
+    """A panel with its scales."""
 
     def __init__(self, panel: Panel, looks: dict[str, Look]):
         self.panel = panel
@@ -81,7 +81,7 @@ class Drawing:
         self.x = Scale(across, LEFT, RIGHT, "x" in panel.log)
         self.y = Scale(down, BOTTOM, TOP, "y" in panel.log)
         self.ticks = [(value, count(value)) for value in self.x.ticks()]
-        if panel.log:  # the lengths themselves, so far as there is room
+        if panel.log:  # the lengths themselves, as far as there is room
             lengths = sorted(set(across))
             self.ticks = [(value, f"{value:,g}") for value in lengths[:: -(-len(lengths) // 6)]]
         order = list(looks)
@@ -95,6 +95,6 @@ class Drawing:
         return self.path(low + high[::-1])
 
     def marks(self, line: Line) -> Points:
-        """Where the line is marked: at eight of its points or so, inside the frame."""
+        """Where the line has markers: at eight of its points or so, inside the frame."""
         places = [(self.x(x), self.y(y)) for x, y in line.points[:: max(1, len(line.points) // 8)]]
         return [(x, y) for x, y in places if y >= TOP]

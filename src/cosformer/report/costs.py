@@ -10,8 +10,8 @@ from .cells import OURS, THEIRS, Measured
 from .chart import Points
 from .style import digits, looks, mib, name, times
 
-FITTED = 4  # the longest lengths, to which an exponent is fitted
-FEWEST = 3  # two points lie on a line whatever they are
+FITTED = 4  # how many of the longest lengths an exponent is fitted to
+FEWEST = 3  # any two points lie on a line
 CONTENDED = "†"
 CONTENDED_NOTE = f"{CONTENDED} measured while other processes took part of the machine: slower than it is."
 
@@ -27,7 +27,7 @@ class Kind(NamedTuple):
 TIME = Kind("ms", "time, ms", lambda row: row.ms)
 MEMORY = Kind("memory", "peak memory, MiB", lambda row: row.memory_mib)
 CACHE = Kind("cache", "cache, MiB", lambda row: row.cache_bytes and row.cache_bytes / 2**20)
-WORK = {  # decoding is one token's forward, generating a token of `generate`, with all that it does
+WORK = {  # decoding: forward of one token; generating: a token of `generate`, with all that it does
     "forward": "Forward of {}",
     "training": "Training {}: forward and backward",
     "decoding": "Decoding with {}",
@@ -36,12 +36,12 @@ WORK = {  # decoding is one token's forward, generating a token of `generate`, w
 
 
 def kinds(rows: list[Cost]) -> list[Kind]:
-    """Those that were measured."""
+    """The kinds that were measured."""
     return [kind for kind in (TIME, MEMORY, CACHE) if any(map(kind.read, rows))]
 
 
 def groups(measured: Measured, work: str) -> Iterator[tuple[str, list[Cost]]]:
-    """Rows that may stand in one table, and what they are; of several backends the fastest."""
+    """(description, rows) of each set of rows that may share a table; of several backends the fastest."""
     found: dict[tuple, dict[tuple, Cost]] = {}
     for row in measured.cost:
         if row.work == work:
@@ -62,13 +62,13 @@ def _described(row: Cost) -> str:
 
 
 def where(measured: Measured) -> str:
-    """The machine; empty if it is not known."""
+    """The machine; empty if unknown."""
     threads = "one thread a process" if measured.shared else "{0.threads} threads"
     return "".join(f"{machine.cpu}, {threads.format(machine)}" for machine in measured.machines[-1:])
 
 
 def mixers(rows: list[Cost]) -> list[str]:
-    """In the order in which they are shown."""
+    """The mixers of the rows, in the order they are shown."""
     return list(looks(row.mixer for row in rows))
 
 
@@ -79,11 +79,11 @@ def points(rows: list[Cost], mixer: str, kind: Kind = TIME) -> Points:
 
 class Fit(NamedTuple):
     exponent: float
-    lengths: int  # that it was fitted to
+    lengths: int  # how many it was fitted to
 
 
 def growth(points: Iterable[tuple[float, float]]) -> Fit | None:
-    """The exponent b of cost ~ length^b over the longest lengths, by least squares; None below three."""
+    """The exponent b of cost ~ length^b over the longest lengths, by least squares; None for fewer than 3."""
     logs = [(math.log(n), math.log(cost)) for n, cost in sorted(points)[-FITTED:] if n > 0 and cost > 0]
     if len({x for x, _ in logs}) < FEWEST:
         return None
@@ -91,7 +91,7 @@ def growth(points: Iterable[tuple[float, float]]) -> Fit | None:
 
 
 def crossing(a: Points, b: Points) -> tuple[float, float] | None:
-    """Where curve a first passes curve b, between two lengths both have; straight lines on log axes."""
+    """Where curve a first crosses curve b, between two lengths both have; lines are straight on log axes."""
     first, second = dict(a), dict(b)
     gaps = [(x, math.log(first[x] / second[x])) for x in sorted(first.keys() & second.keys())]
     for (x0, g0), (x1, g1) in zip(gaps, gaps[1:]):
@@ -114,7 +114,7 @@ class Contest:
         self.crossing = crossing(points(rows, self.us), points(rows, self.them))
 
     def ratio(self, length: int) -> float | None:
-        """Softmax's time in ours; None where the measured ranges overlap."""
+        """Softmax's time over ours; None where the measured ranges overlap."""
         a, b = self.ours[length], self.theirs[length]
         if (a.ms_low or a.ms) <= (b.ms_high or b.ms) and (b.ms_low or b.ms) <= (a.ms_high or a.ms):
             return None
@@ -153,6 +153,6 @@ class Contest:
 
 
 def contest(measured: Measured, work: str) -> Contest:
-    """Of the first group that has both: whole models before parts of them."""
+    """The contest of the first group that has both: whole models before parts of them."""
     contests = [Contest(rows) for _, rows in groups(measured, work)]
     return next((found for found in contests if found.lengths), Contest([]))

@@ -35,7 +35,7 @@ def _seeds(experiments: list[Experiment]) -> str:
 
 
 def learning(experiments: list[Experiment]) -> Figure | None:
-    """Loss against tokens and, where nothing else took the machine, against seconds; means over seeds."""
+    """Loss against tokens and, unless the machine was contended, against seconds; means over seeds."""
     panels, lowest = [], []
     for number, e in enumerate(experiments):
         held = all(len(_curve(cell, "eval_loss", "tokens").points) > 1 for cell in e.cells if cell.done)
@@ -65,7 +65,7 @@ def learning(experiments: list[Experiment]) -> Figure | None:
 
 
 def _reach(lines: list[Line]) -> tuple[float, float] | None:
-    """The losses after a tenth of each training: the first fall would flatten all that differs."""
+    """The range of losses after a tenth of each training: the first fall would flatten all differences."""
     later = [y for line in lines for x, y in line.points if x > 0.1 * line.points[-1][0]]
     highest = max(y for line in lines for _, y in line.points)
     return (min(later), max(later)) if later and min(later) < max(later) < highest else None
@@ -83,14 +83,14 @@ def _curve(cell: Cell, loss: str, x: str) -> Line:
 
 
 def _line(mixer: str, at: Iterable[tuple[float, Sequence[float]]]) -> Line:
-    """The means over seeds, and their range; `at` holds a place and the values of all seeds there."""
+    """Means over seeds, and their range; `at` holds (x, the values of all seeds there)."""
     found = [(x, span(values)) for x, values in at]
     band = [(x, value.low, value.high) for x, value in found if value and value.seeds > 1]
     return Line(mixer, [(x, value.mean) for x, value in found if value], band)
 
 
 def recall(experiments: list[Experiment]) -> Figure | None:
-    """Accuracy against the number of pairs, one panel a length."""
+    """Accuracy against the number of pairs, one panel per length."""
     asked = [e for e in experiments if isinstance(e.row.settings.get("pairs"), int)]
     asked.sort(key=lambda e: e.row.settings["pairs"])
     panels = []
@@ -150,7 +150,7 @@ def cost(caption: str, rows: list[Cost], number: int) -> Figure | None:
 
 
 def trade(measured: Measured) -> Figure | None:
-    """Quality against the speed of training, one panel a task; speeds are of undisturbed seeds."""
+    """Quality against the speed of training, one panel per task; speeds are of undisturbed seeds."""
     panels = []
     for number, e in enumerate(measured.experiments):
         lines = []
@@ -161,7 +161,7 @@ def trade(measured: Measured) -> Figure | None:
             if rate and value:
                 band = [(rate.mean, scale * value.low, scale * value.high)] if value.seeds > 1 else []
                 lines.append(Line(cell.mixer, [(rate.mean, scale * value.mean)], band))
-        if len(lines) > 1 and e.row.group != "recall":  # its settings have a picture of their own
+        if len(lines) > 1 and e.row.group != "recall":  # its settings have a figure of their own
             better = "higher" if e.row.greater_is_better else "lower"
             title = f"{metric_name(e.row.metric)} ({better} is better)"
             id_, heading = ident("trade", number, e.row.task), _title(e.row.title)
@@ -172,7 +172,7 @@ def trade(measured: Measured) -> Figure | None:
 
 
 def described(panel: Panel) -> str:
-    """A panel in words, for those who cannot see it."""
+    """A panel in words, for readers who cannot see it."""
     ends = [(name(line.mixer), *line.points[-1]) for line in panel.lines]
     said = "; ".join(f"{mixer} {digits(y)} at {count(x)}" for mixer, x, y in ends)
     return f"{_full_title(panel)} against {panel.x}. At the end: {said}."
@@ -184,7 +184,7 @@ def _full_title(panel: Panel) -> str:
 
 
 def values(panel: Panel) -> Table:
-    """What a panel shows, in numbers: a column for each mixer if all have the same places."""
+    """A panel's numbers as a table: a column per mixer if all have the same x."""
     caption = f"{_full_title(panel)} against {panel.x}"
     places = sorted({x for line in panel.lines for x, _ in line.points})
     if panel.log or all([x for x, _ in line.points] == places for line in panel.lines):

@@ -7,13 +7,13 @@ from pathlib import Path
 from typing import Any
 
 Matrix = Sequence[Sequence[float | None]]
-BRIGHT = 0.99  # the share of weights below the top of the scale: one bright point must not darken the rest
+BRIGHT = 0.99  # quantile at the top of the scale: one bright point must not darken the rest
 
 
 def _shades(matrix: Any) -> tuple[dict[str, Any], str]:
-    """The colours of a matrix, for matplotlib, and where their scale is cut off.
+    """The colours of a matrix, for matplotlib, and at which ends their scale is cut off.
 
-    From dark to bright; around white, blue to red, where weights have signs.
+    Dark to bright; blue over white to red where weights have signs.
     """
     values = [float(x) for line in matrix for x in line if x == x]
     sizes = sorted(map(abs, values))
@@ -25,14 +25,14 @@ def _shades(matrix: Any) -> tuple[dict[str, Any], str]:
 
 
 def numbers(matrix: Matrix) -> list[list[float]]:
-    """With NaN where there is no weight."""
+    """The matrix with NaN where there is no weight."""
     return [[float("nan") if x is None else float(x) for x in line] for line in matrix]
 
 
 def draw(panels: Mapping[str, Any], path: str | Path, *, title: str = "", columns: int = 4) -> Path:
     """Draw (L, S) arrays, one panel for each title, to a PNG.
 
-    Every panel has its own scale, shown beside it: a mechanism's pattern is of interest, not how thinly it
+    Every panel has its own scale, shown beside it: what matters is a mechanism's pattern, not how thinly it
     spreads. NaN is left blank.
     """
     import matplotlib
@@ -66,7 +66,7 @@ def draw(panels: Mapping[str, Any], path: str | Path, *, title: str = "", column
 
 
 def data_uri(matrix: Matrix) -> str:
-    """A PNG of one pixel a weight, as an address that a page can hold; clear where there is no weight."""
+    """A PNG with one pixel per weight, as a data URI; transparent where there is no weight."""
     import matplotlib
     from matplotlib.image import imsave
 
@@ -74,6 +74,6 @@ def data_uri(matrix: Matrix) -> str:
     colours, _ = _shades(values)
     colours["cmap"] = matplotlib.colormaps[colours["cmap"]].with_extremes(bad=(0, 0, 0, 0))
     file = io.BytesIO()
-    same: dict[str, Any] = {"Software": None}  # the version would make the same results give other bytes
+    same: dict[str, Any] = {"Software": None}  # the version would change the bytes of the same results
     imsave(file, values, **colours, format="png", metadata=same)
     return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()

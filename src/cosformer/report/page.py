@@ -1,6 +1,6 @@
 """One self-contained HTML page of results, and its charts as files; the same results give the same bytes.
 
-A page is a list of sections, a section a list of parts, and a part names the template that shows it.
+A page is a list of sections, a section is a list of parts, and a part names its template.
 """
 
 import functools
@@ -29,7 +29,7 @@ PICTURES = (
     " and blue negative where weights have signs); blank is masked."
 )
 MACHINE = {"cpu": "processor", "isa": "instruction set", "memory_gib": "memory, GiB"}
-Part = tables.Table | Figure | SimpleNamespace  # each has the name of its template
+Part = tables.Table | Figure | SimpleNamespace  # each names its template
 Parts = list[Part | None]
 
 
@@ -70,7 +70,7 @@ def plot(rows: Iterable[Row], path: str | Path) -> None:
 
 
 def write_svg(panels: list[chart.Panel], path: Path, title: str = "") -> None:
-    """Panels side by side with their legend, as a file that needs no page."""
+    """Panels side by side with their legend, as a standalone file."""
     shown = looks(line.mixer for panel in panels for line in panel.lines)
     drawings = [chart.Drawing(panel, shown) for panel in panels]
     _write(path, "chart.svg", drawings=drawings, shown=shown, title=title)
@@ -97,7 +97,7 @@ def _raised(text: str) -> Markup:
 
 
 def sections(measured: Measured) -> list[Section]:
-    """All that has results, in order."""
+    """All sections that have content, in order."""
     others = {e.row.group: e.row.group for e in measured.experiments if e.row.group not in GROUPS}
     lead = _part("text", paragraphs=paragraphs(measured), kind="lead")
     pictures = [_gallery(title, rows) for title, rows in _pictures(measured).items()]
@@ -130,16 +130,17 @@ def _paper(*names: str) -> Parts:
 
 
 def _tasks(measured: Measured, group: str) -> Parts:
-    """A table for one task; for several an overview, and each in full below it; then the pictures."""
+    """A table for one task; for several an overview, and each in full below it; then the figures."""
     mine = measured.group(group)
     if not mine:
         return []
     each: Parts = [tables.one_task(e) for e in mine]
     parts = each
     if len(mine) > 1:
-        parts = [tables.overview(mine), _part("details", title="Each task in full", parts=each)]
+        overview = tables.parts if group == "parts" else tables.overview
+        parts = [overview(mine), _part("details", title="Each task in full", parts=each)]
     paper = _paper(group) if group in tables.PAPER else []
-    curves = figures.recall(mine) or figures.learning(mine)  # recall has too many settings for a picture each
+    curves = figures.recall(mine) or figures.learning(mine)  # recall has too many settings for a figure each
     return [*parts, *paper, curves, figures.positions(mine, measured)]
 
 
@@ -159,7 +160,7 @@ def _ablation(measured: Measured) -> Parts:
 
 
 def _pictures(measured: Measured) -> dict[str, list[Picture]]:
-    """Those that belong side by side, by their heading."""
+    """Pictures that belong side by side, by heading."""
     together: dict[str, list[Picture]] = {}
     for row in sorted(measured.pictures, key=lambda row: measured.mixers.index(row.mixer)):
         title = f"After training: {measured.titles.get(row.subject, row.subject)}"
@@ -179,7 +180,7 @@ def _gallery(title: str, rows: list[Picture]) -> Part:
 
 
 def _in_words(matrix: heatmap.Matrix) -> str:
-    """What a matrix holds; by size where weights have signs."""
+    """What a matrix shows, by the weights' absolute values."""
     weights = [(i, j, x) for i, line in enumerate(matrix) for j, x in enumerate(line)]
     flat = [(abs(i - j), abs(x)) for i, j, x in weights if x is not None]
     total = sum(x for _, x in flat) or 1.0

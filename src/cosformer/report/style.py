@@ -28,7 +28,7 @@ MARKERS = [  # SVG paths around the origin
 ]
 DASHES = ["", "7 3", "2 2.5", "8 3 2 3"]  # stroke-dasharray
 
-# What a mixer is called and the index of its colour. The order is that of tables and legends.
+# A mixer's name and the index of its colour, in the order of tables and legends.
 KNOWN = {
     "cosformer": ("cosFormer", 0),
     "cosformer-hybrid": ("cosFormer hybrid", 4),
@@ -66,7 +66,7 @@ class Look:
 
 
 def name(mixer: str) -> str:
-    """What a mixer is called: a known name, one with a part ("+rope"), or a model's layers ("a*3, b")."""
+    """A mixer's display name: a known one, one with a part ("+rope"), or a model's layers ("a*3, b")."""
     if mixer in KNOWN:
         return KNOWN[mixer][0]
     if "," in mixer:
@@ -81,9 +81,9 @@ def name(mixer: str) -> str:
 
 
 def looks(mixers: Iterable[str]) -> dict[str, Look]:
-    """The looks of these mixers, in the order in which they are shown: unknown ones after the others.
+    """The looks of these mixers, in the order they are shown, unknown ones last.
 
-    What a known mixer looks like does not depend on the others, so it is the same in every report.
+    A known mixer's look does not depend on the others, so it is the same in every report.
     """
     asked = dict.fromkeys(mixers)
     order = list(KNOWN | asked)
@@ -106,7 +106,7 @@ def metric_name(metric: str) -> str:
 
 
 def score(metric: str, value: float) -> str:
-    """A value of a metric with the digits that mean something."""
+    """A metric's value with the digits that matter."""
     if percent(metric):
         return f"{100 * value:.{2 if value >= 0.98 else 1}f}"  # 99.95 is not 100
     if metric == "perplexity" and value < 1000:
@@ -115,7 +115,7 @@ def score(metric: str, value: float) -> str:
 
 
 def digits(value: float) -> str:
-    """Three significant digits, thousands separated, no exponent where a person would write none."""
+    """Three significant digits, thousands separated, an exponent only where a person would write one."""
     if value == 0:
         return "0"
     if not 1e-4 <= abs(value) < 1e9:
@@ -126,7 +126,7 @@ def digits(value: float) -> str:
 
 
 def count(value: float) -> str:
-    """A number of things, and of a linear axis: 0.5, 950, 12.4 K, 1.843 M, 3.1 G."""
+    """A count, or a tick of a linear axis: 0.5, 950, 12.4 K, 1.843 M, 3.1 G."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "K")):
         if abs(value) >= max(size, 1e4):
             return f"{value / size:.4g} {letter}"

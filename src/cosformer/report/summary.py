@@ -13,7 +13,7 @@ WORKS = (("training", "trains", "at length {}"), ("decoding", "decodes", "after 
 
 
 def paragraphs(measured: Measured) -> list[str]:
-    """The summary: what is gained and what softmax wins; where we win or tie; what cannot be compared."""
+    """The summary: what we gain and where softmax wins; where we win or tie; what cannot be compared."""
     verdicts = measured.verdicts
     contests = [v for v in verdicts if v.outcome in ("better", "tie", "worse")]
     gained, lost, missing = _costs(measured)
@@ -26,7 +26,7 @@ def paragraphs(measured: Measured) -> list[str]:
 
 
 def _costs(measured: Measured) -> tuple[list[str], list[str], list[str]]:
-    """What is gained at the longest length that both have, where softmax is faster, what is not measured."""
+    """What we gain at the longest length both have, where softmax is faster, what was not measured."""
     gained, lost, missing = [], [], []
     for work, verb, place in WORKS:
         contest = costs.contest(measured, work)
@@ -44,7 +44,7 @@ def _costs(measured: Measured) -> tuple[list[str], list[str], list[str]]:
 
 
 def _lost(contests: list[Verdict]) -> str:
-    """What softmax wins: it is said first, with what is gained."""
+    """Where softmax wins: it comes first, with what we gain."""
     lost = [v for v in contests if v.outcome == "worse"]
     number = f"{len(contests)} comparison{'s' if len(contests) > 1 else ''} of quality"
     listing = f" ({_listing(lost, contests, who='cosFormer ')})" if lost else ""
@@ -52,7 +52,7 @@ def _lost(contests: list[Verdict]) -> str:
 
 
 def _quality(contests: list[Verdict]) -> list[str]:
-    """The first task in words (the language model's, where there is one), and one sentence about all."""
+    """The first task in words (the language model, if there is one), and one sentence about all."""
     said = [_in_words(v) for v in contests[:1]]
     parts = []
     for outcome, words in (("better", "better in"), ("tie", "level in")):
@@ -66,7 +66,7 @@ def _quality(contests: list[Verdict]) -> list[str]:
 
 
 def _listing(found: list[Verdict], contests: list[Verdict], who: str = "") -> str:
-    """Each task with its difference; of recall's many settings only how many."""
+    """Each task with its difference; recall's many settings are only counted."""
     recall = [v for v in contests if v.experiment.row.task == "recall"]
     counted = [v for v in found if v in recall and len(recall) >= MANY]
     said = [f"{v.experiment.row.title}: {who}{v.difference}" for v in found if v not in counted]

@@ -11,16 +11,16 @@ from .style import NOTHING
 @dataclass(frozen=True)
 class Entry:
     text: str = NOTHING
-    value: float | None = None  # what the best of a column is found by
-    more: str = ""  # small, after the text
-    badge: str = ""  # the kind of outcome that the text is
+    value: float | None = None  # decides the best of a column
+    more: str = ""  # in small print after the text
+    badge: str = ""  # CSS class of an outcome
 
 
 @dataclass(frozen=True)
 class Column:
     head: str
     group: str = ""  # columns of one group share a heading
-    best: str = ""  # "least" or "most" wins; empty where there is nothing to win
+    best: str = ""  # "least" or "most" wins; empty: nothing to win
     words: bool = False  # text, not numbers
 
 
@@ -35,16 +35,16 @@ class Table:
     columns: list[Column]
     rows: dict[str, Lines] = field(default_factory=dict)  # by heading of a group of rows, or ""
     note: str = ""
-    about: str = ""  # more of the caption, less important
+    about: str = ""  # a less important part of the caption
 
     def groups(self) -> list[tuple[int, str, int]]:
-        """(first column, heading, how many) of the columns that stand together."""
+        """(first column, heading, how many) of each group of columns."""
         together = itertools.groupby(enumerate(self.columns), key=lambda pair: pair[1].group)
         places = [(group, [i for i, _ in mine]) for group, mine in together]
         return [(mine[0], group, len(mine)) for group, mine in places]
 
     def winners(self, group: str) -> set[tuple[int, int]]:
-        """(row, column) of what is best within a group of rows: all that show the same, of two or more."""
+        """(row, column) of the best of two or more values within a group of rows; equal texts all win."""
         found = set()
         for j, column in enumerate(self.columns):
             entries = [(i, line[j]) for i, (_, line) in enumerate(self.rows[group])]

@@ -16,19 +16,14 @@ SHOWN = ("cosformer", "cosformer-hybrid", "cosformer-hybrid+rope", "cosformer-pa
 
 
 def verdicts(measured: Measured) -> Table | None:
-    """The summary, task by task: the outcome, and what the mixers of most interest reached."""
+    """The summary, task by task: the outcome, and the scores of the main mixers."""
     decided = [found for found in measured.verdicts if found.outcome != "not compared"]
     tried = [found.experiment for found in decided]
     mixers = [m for m in SHOWN if any((cell := e.cell(m)) and cell.value for e in tried)]
     rows: Lines = []
     for e, found in zip(tried, decided):
-        entries = [Entry(found.outcome, badge=ident(found.outcome)), Entry(found.difference)]
-        entries.append(Entry(metric_name(e.row.metric)))
-        for cell in map(e.cell, mixers):
-            remarks = cell.remarks if cell else ""
-            text = cell.text if cell and cell.value else NOTHING
-            entries.append(Entry(text, more=f"({remarks})" if remarks else ""))
-        rows.append((e.row.title, entries))
+        outcome = [Entry(found.outcome, badge=ident(found.outcome)), Entry(found.difference)]
+        rows.append((e.row.title, [*outcome, *_reached(e, mixers)]))
     note = (
         "cosFormer is the recommended configuration, cosFormer (paper) the published one. It is compared with"
         " the better of softmax and softmax + RoPE. Tie: the ranges of the seeds overlap, or the"
@@ -41,7 +36,25 @@ def verdicts(measured: Measured) -> Table | None:
     return Table("Task by task", "task", columns, {"": rows}, note) if rows else None
 
 
-# What the training took: (heading, how it is read, how it is written, what is best).
+def _reached(e: Experiment, mixers: list[str]) -> list[Entry]:
+    """The metric, and each mixer's score."""
+    entries = [Entry(metric_name(e.row.metric))]
+    for cell in map(e.cell, mixers):
+        remarks = cell.remarks if cell else ""
+        text = cell.text if cell and cell.value else NOTHING
+        entries.append(Entry(text, more=f"({remarks})" if remarks else ""))
+    return entries
+
+
+def parts(experiments: list[Experiment]) -> Table:
+    """Tasks down, mixers across: each task changes one part of the model for the mixers it concerns."""
+    mixers = list(looks(cell.mixer for e in experiments for cell in e.cells))
+    columns = [Column(head, words=True) for head in ("metric", *map(name, mixers))]
+    rows: Lines = [(e.row.title, _reached(e, mixers)) for e in experiments]
+    return Table("What each reached", "task", columns, {"": rows}, _notes(experiments))
+
+
+# What training took: (heading, reader, formatter, what is best).
 Effort = tuple[str, Callable[[Quality], float | None], Callable[[float], str], str]
 EFFORT: list[Effort] = [
     ("rate", lambda row: row.rate, "{:g}".format, ""),
@@ -63,32 +76,32 @@ def _effort(cell: Cell) -> list[Entry]:
 
 
 def _score(cell: Cell | None) -> Entry:
-    """What a mixer reached by the task's own metric; a guess wins nothing."""
+    """A mixer's score by the task's own metric; a mere guess wins nothing."""
     if cell is None:
         return Entry()
     return Entry(cell.text, cell.value.mean if cell.value and cell.learned else None, cell.remarks)
 
 
 def _other(metric: str, cell: Cell) -> Entry:
-    """What it reached by another metric."""
+    """Its score by another metric."""
     found = span(row.metrics.get(metric) for row in cell.done)
     return Entry(score(metric, found.mean), found.mean, found.range(metric)) if found else Entry()
 
 
 def _direction(metric: str) -> str:
-    """What is best of a metric that is not the task's own."""
+    """Whether the least or the most is best of a metric other than the task's own."""
     if percent(metric) or metric in ("bleu", "chrf"):
         return "most"
     return "least" if "loss" in metric or "per" in metric else ""
 
 
 def _own(e: Experiment) -> str:
-    """What is best of the task's own metric."""
+    """Whether the least or the most is best of the task's own metric."""
     return "most" if e.row.greater_is_better else "least"
 
 
 def _notes(experiments: list[Experiment]) -> str:
-    """What stands behind the values of a table, and why some are missing."""
+    """How a table's values came about, and why some are missing."""
     cells = [cell for e in experiments for cell in e.cells]
     said = ["One seed: another one may change the order of close figures."]
     if any(e.seeds > 1 for e in experiments):
@@ -105,7 +118,7 @@ def _notes(experiments: list[Experiment]) -> str:
 
 
 def one_task(e: Experiment) -> Table:
-    """Everything about one task: its metrics, and what the training took."""
+    """Everything about one task: its metrics, and what training took."""
     metrics = dict.fromkeys(metric for cell in e.cells for row in cell.done for metric in row.metrics)
     others = [m for m in metrics if m not in (e.row.metric, "tokens", "loss_per_token")]
     columns = [Column(metric_name(e.row.metric), "test", _own(e))]
@@ -129,7 +142,7 @@ def overview(experiments: list[Experiment]) -> Table:
 
 
 def searches(measured: Measured) -> Table | None:
-    """The short runs that chose each mixer's learning rate, and longer ones that tried it again."""
+    """The short runs that chose each mixer's learning rate, and longer ones that retried it."""
     rates = sorted({row.rate for row in measured.searches})
     taken = {(row.subject, row.mixer, row.rate) for row in measured.quality}
     rows: dict[str, Lines] = {}
@@ -152,7 +165,7 @@ def searches(measured: Measured) -> Table | None:
 
 
 def cost(caption: str, rows: list[Cost], *only: costs.Kind) -> Table:
-    """Each kind of cost by length, and how it grows; of time also how much faster it is than softmax."""
+    """Each kind of cost by length, and how it grows; for time also how much faster than softmax."""
     kinds, contest = only or costs.kinds(rows), costs.Contest(rows)
     rows = [row for row in rows if any(kind.read(row) for kind in kinds)]
     lengths, at = sorted({row.length for row in rows}), {(row.mixer, row.length): row for row in rows}
@@ -205,7 +218,7 @@ def speeds(measured: Measured) -> list[Table]:
 
 
 def shared(rows: list[Shared]) -> Table | None:
-    """What becomes of the time where several processes share a sequence."""
+    """Where the time goes when several processes share a sequence."""
     rows = [row for row in rows if row.ms_at_once is not None]
     if not rows:
         return None
@@ -222,7 +235,7 @@ def shared(rows: list[Shared]) -> Table | None:
 
 
 def overlap(rows: list[Shared]) -> str:
-    """What was sent, and whether working beside messages saved more than the times vary."""
+    """What was sent, and whether overlapping messages with work saved more than the times vary."""
     least, most = min(row.sent_bytes for row in rows), max(row.sent_bytes for row in rows)
     sent = f"A process sent {least:,} to {most:,} bytes a step."
     if least == most:
@@ -247,7 +260,7 @@ PAIRS = [  # (what is added, without, with)
 
 
 def ablation(e: Experiment) -> Table | None:
-    """With and without each part, where both were run."""
+    """Scores with and without each part, where both were run."""
     body: Lines = []
     for what, without, with_ in PAIRS:
         a, b = e.cell(without), e.cell(with_)
@@ -284,7 +297,7 @@ def _difference(row: Exactness | None) -> Entry:
     return Entry(f"{row.difference:.1e}", more=f"{word} {row.allowed:.0e}")
 
 
-# The tables of the paper; shown apart from ours, since it has other data and models.
+# The paper's tables, shown apart from ours: its data and models are others.
 PAPER = tomllib.loads(resources.files(__package__).joinpath("paper.toml").read_text(encoding="utf-8"))
 
 

@@ -22,25 +22,25 @@ _MODULES = {
     **{name: name for name in ("seq2seq", "listops", "image", "pathfinder")},
     **dict.fromkeys(("recall", "copy", "reverse"), "recall"),
 }
-LISTS: dict[str, type] = {"columns": str, "labels": str, "examples": int}  # settings, and what they list
+LISTS: dict[str, type] = {"columns": str, "labels": str, "examples": int}  # list settings: element type
 
 
 def names() -> tuple[str, ...]:
-    """Every task there is."""
+    """The names of all tasks."""
     return tuple(_MODULES)
 
 
 def settings(name: str) -> dict[str, Any]:
-    """The settings a task takes, with their defaults (`inspect.Parameter.empty` where one must be given)."""
+    """A task's settings with their defaults (`inspect.Parameter.empty` if required)."""
     parameters = inspect.signature(_function(name)).parameters.values()
     own = {p.name: p.default for p in parameters if p.kind is p.KEYWORD_ONLY}
-    if len(own) < len(parameters):  # **reading: it reads records
+    if len(own) < len(parameters):  # it has **reading: it reads records
         own |= {key: default for key, default in READING.items() if key not in own}
     return own
 
 
 def check(name: str, chosen: Collection[str]) -> dict[str, Any]:
-    """The settings of a task; an error if one is chosen that it does not take."""
+    """A task's settings with their defaults; TypeError if it does not take one of `chosen`."""
     accepted = settings(name)
     if unknown := [key for key in chosen if key not in accepted]:
         raise TypeError(f"task {name!r} has no setting {unknown[0]!r}; it takes {', '.join(accepted)}")
@@ -48,7 +48,7 @@ def check(name: str, chosen: Collection[str]) -> dict[str, Any]:
 
 
 def build(name: str, **chosen: Any) -> Task:
-    """The task, with the settings given and its own defaults for the rest; see `settings(name)`.
+    """The task with the given settings and its own defaults for the rest; see `settings(name)`.
 
     `data` (a file or folder), `length`, `tokenizer`, `seed` and `cache` mean the same in every task.
     """
@@ -59,7 +59,7 @@ def build(name: str, **chosen: Any) -> Task:
 
 
 def _listed(key: str, value: Any) -> Any:
-    """A setting that takes a list, as one: a string is one by comma, as on the command line."""
+    """Turns a list setting into a list; a string is split at commas, as on the command line."""
     if key not in LISTS or value is None:
         return value
     values = value.split(",") if isinstance(value, str) else value

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-LAYOUT = 3  # part of every key: raise it when what is written, or what a setting means, changes
-LARGE = 1 << 26  # bytes of a file whose digest is kept; a smaller one is read again
-TICK = 2.0  # seconds in which a file may change twice and keep its times
+LAYOUT = 3  # part of every key: raise it when the stored format, or what a setting means, changes
+LARGE = 1 << 26  # bytes from which a file's digest is cached; smaller files are hashed each time
+TICK = 2.0  # seconds within which a file may change twice and keep its timestamps
 
 
 def root(cache: str | os.PathLike | None = None) -> Path:
@@ -22,13 +22,13 @@ def root(cache: str | os.PathLike | None = None) -> Path:
 
 
 def hashed(*what: Any) -> str:
-    """A short name for anything JSON can hold: the same on every machine, another if anything changes."""
+    """A short hash of anything JSON can hold, the same on every machine."""
     text = json.dumps([LAYOUT, *what], sort_keys=True)
     return hashlib.blake2b(text.encode(), digest_size=12).hexdigest()
 
 
 def digest(path: Path, cache: str | os.PathLike | None = None) -> str:
-    """The file's content as one short string; of large files it is kept, under what any change changes."""
+    """A hash of the file's content; large files' are cached under path, size, inode and timestamps."""
     stat = path.stat()
     seen = (str(path.resolve()), stat.st_size, stat.st_ino, stat.st_mtime_ns, stat.st_ctime_ns)
     kept = root(cache) / "digests" / hashed(*seen)
@@ -47,11 +47,11 @@ def digest(path: Path, cache: str | os.PathLike | None = None) -> str:
 def prepared(
     name: str, make: Callable[[Path], None], *, cache: str | os.PathLike | None = None, **settings
 ) -> Path:
-    """The folder `make` filled for these settings, made now if it is not there yet.
+    """The folder that `make` fills for these settings, made now if it does not exist yet.
 
-    It is filled under another name and renamed when complete, so no reader ever sees a part of it, and
-    several processes may ask at once. `settings` must hold everything the result depends on: the content of
-    files by digest, never by path.
+    It is filled under a temporary name and renamed when complete, so readers never see it half full, and
+    several processes may ask at once. `settings` must hold everything the result depends on: files by the
+    digest of their content, never by path.
     """
     folder = root(cache) / f"{name}-{hashed(settings)}"
     if folder.is_dir():
@@ -61,11 +61,11 @@ def prepared(
     try:
         make(draft)
         (draft / "settings.json").write_text(json.dumps(settings))
-        draft.chmod(0o755)  # mkdtemp's folders are private, a shared cache is not
+        draft.chmod(0o755)  # mkdtemp makes private folders; a cache may be shared
         try:
             draft.rename(folder)
         except OSError:
-            if not folder.is_dir():  # otherwise another process was first, and its folder holds the same
+            if not folder.is_dir():  # otherwise another process was first, with the same content
                 raise
     finally:
         shutil.rmtree(draft, ignore_errors=True)

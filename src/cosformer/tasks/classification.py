@@ -22,11 +22,11 @@ PAIR = ("sentence2", "text2", "question2", "hypothesis", "pair")
 LABEL = ("label", "labels", "target", "class", "sentiment", "category")
 IMDB = ("label", "rating", "id", "text")
 AAN = ("label", "id1", "id2", "text1", "text2")
-MANY = 100  # labels that no small table may have
+MANY = 100  # more labels than this, and than half the rows, are no classes
 
 
 def label_of(row: Row, asked: str | None) -> str:
-    """A record's label as a string; 1.0 is 1, as AAN writes labels."""
+    """A record's label as a string; 1.0 becomes 1: AAN writes labels as floats."""
     name = row.column(asked, LABEL, argument="label")
     value = row.fields[name]
     text = str(int(value) if isinstance(value, bool) else value).strip()
@@ -37,7 +37,7 @@ def label_of(row: Row, asked: str | None) -> str:
 
 
 def label_set(labels: Iterable[tuple[str, str]]) -> list[str]:
-    """The labels of the training rows, in order: of number if all are whole numbers, else of the alphabet."""
+    """The training rows' labels, sorted: numerically if all are whole numbers, else alphabetically."""
     count = Counter(label for split, label in labels if split == "train")
     numeric = all(label.lstrip("-").isdigit() for label in count)
     names = sorted(count, key=int if numeric else None)
@@ -50,7 +50,7 @@ def label_set(labels: Iterable[tuple[str, str]]) -> list[str]:
 
 
 def assembled(row: dict[str, Any], *, length: int, special: Special, towers: bool) -> dict[str, Any]:
-    """A row as a model gets it: the class token, the text. A pair is one sequence, or two if `towers`."""
+    """A row as model input: class token, then text. A pair becomes one sequence, or two if `towers`."""
     text, pair = row["text"], row.get("pair")
     start, sep, end = (torch.tensor([token]) for token in (special.bos, special.sep, special.eos))
 
@@ -61,7 +61,7 @@ def assembled(row: dict[str, Any], *, length: int, special: Special, towers: boo
         return {"input_ids": alone(text), "labels": row["labels"]}
     if towers:
         return {"input_ids": alone(text), "pair_input_ids": alone(pair), "labels": row["labels"]}
-    room = length - 3  # start, separator, end; the longer text gives way first
+    room = length - 3  # start, separator, end; the longer text is cut first
     keep = min(len(text), max(room - len(pair), room // 2))
     ids = torch.cat([start, text[:keep], sep, pair[: room - keep], end])
     return {"input_ids": ids, "labels": row["labels"]}
@@ -92,7 +92,7 @@ def _task(
 
         yield from texts.encoded(texts.source.each(numbered))
 
-    # As published, the test set may validate, too.
+    # Without a holdout or validation file the test set validates, as published.
     needed = SPLITS if texts.source.holdout else ("train", "test")
     tables = texts.stored("classified", rows, label=label, labels=labels, needed=needed)
     lengths = [tables["train"].lengths(role) for role in texts.roles]
@@ -128,7 +128,7 @@ def classify(
     holdout: float = 0.1,
     **reading: Any,
 ) -> Task:
-    """Texts, or pairs if `pair` names the second column. `columns` names those of a file without a header."""
+    """Texts, or pairs if `pair` names the second column. `columns` names the fields of a headerless file."""
     roles = {"text": (text, TEXT), "pair": (pair, PAIR)} if pair else {"text": (text, TEXT)}
     source = Source(data=data, generated=reviews, holdout=holdout, **reading)
     texts = Texts(source, roles=roles, tokenizer=tokenizer)
@@ -138,9 +138,9 @@ def classify(
 def text(*, data: Any, length: int = 4096, columns: Sequence[str] | None = IMDB, **reading: Any) -> Task:
     """Long-Range Arena's Text: IMDB reviews as bytes; the class token counts within `length`.
 
-    `data` holds train and test, as label, rating, id, text without header (or other `columns`; None reads
-    them from a header). As published, validation is the test set; `holdout` takes a share of the training
-    set instead.
+    `data` holds train and test files with the columns label, rating, id, text and no header (or other
+    `columns`; None reads them from a header). As published, the test set also validates; `holdout` takes a
+    share of the training set instead.
     """
     source = Source(data=data, columns=columns, **reading)
     texts = Texts(source, roles={"text": (None, TEXT)}, tokenizer="bytes")
@@ -155,9 +155,9 @@ def retrieval(
     holdout: float = 0.1,
     **reading: Any,
 ) -> Task:
-    """Long-Range Arena's Retrieval: do two papers cite one another? Bytes, each paper encoded on its own.
+    """Long-Range Arena's Retrieval: does one paper cite the other? Bytes, each paper encoded on its own.
 
-    `data` is the published folder (new_aan_pairs.train.tsv, .eval.tsv, .test.tsv), without headers.
+    `data` is the published folder (new_aan_pairs.train.tsv, .eval.tsv, .test.tsv), which has no headers.
     """
     roles = {"text": ("text1", TEXT), "pair": ("text2", PAIR)}
     source = Source(data=data, columns=columns, holdout=holdout, **reading)

@@ -11,17 +11,17 @@ from torch.utils.data import Dataset
 
 KINDS = ("causal-lm", "masked-lm", "sequence-classification", "pair-classification", "seq2seq")
 SPLITS = ("train", "validation", "test")
-IGNORE = -100  # the label that torch's cross entropy, and so every Hugging Face model, leaves out of the loss
+IGNORE = -100  # the label that torch's cross entropy, and so every Hugging Face model, ignores
 
 
 def shown(value: Any, most: int = 60) -> str:
-    """A value as an error shows it: cut, if it is long."""
+    """A value for an error message, cut if long."""
     text = repr(value)
     return text if len(text) <= most else f"{text[:most]}... ({len(text):,} characters)"
 
 
 def listed(names: Collection[Any], most: int = 8) -> str:
-    """Names by comma, the first of them if they are many."""
+    """Names joined by commas; only the first `most` if there are more."""
     first = ", ".join(name if len(name) <= 40 else f"{name[:40]}..." for name in map(str, [*names][:most]))
     return first if len(names) <= most else f"{first} and {len(names) - most:,} more"
 
@@ -36,7 +36,7 @@ class DataError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Special:
-    """Ids with a role. Vocabularies made here put them first: content id = value + `Special.count`."""
+    """Special token ids. Vocabularies made here put them first: content id = value + `Special.count`."""
 
     pad: int = 0
     bos: int = 1  # also the class token: the first of every classified text
@@ -50,7 +50,7 @@ class Special:
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """The sizes a benchmark was published with, the same for every mixer."""
+    """The model sizes a benchmark was published with, the same for every mixer."""
 
     layers: int
     width: int
@@ -59,22 +59,22 @@ class Published:
 
 
 class Rows(Dataset[dict[str, Any]]):
-    """A map-style data set with the length that torch's does not promise."""
+    """A map-style data set with `__len__`, which torch's Dataset does not promise."""
 
     def __len__(self) -> int:
         raise NotImplementedError
 
     def check(self, index: int) -> None:
-        """Refuses an index outside; iterating over a set ends by it."""
+        """Raises IndexError if out of range, which is also what ends iteration over a set."""
         if not 0 <= index < len(self):
             raise IndexError(f"row {index} of {len(self)}")
 
 
 class Collate:
-    """Pads rows to the batch's longest: ids with `pad`, labels with what carries no loss.
+    """Pads rows to the batch's longest: ids with `pad`, labels with `IGNORE`.
 
-    Every text gets its attention mask, except in `packed` windows: `position_ids` make their padding a
-    document of its own, and in a causal model it comes after everything.
+    Every text gets an attention mask, except `packed` windows: there `position_ids` make the padding a
+    document of its own, and in a causal model it comes last anyway.
     """
 
     def __init__(self, pad: int, *, packed: bool = False):
@@ -84,7 +84,7 @@ class Collate:
         batch = {}
         for name in items[0]:
             rows = [item[name] for item in items]
-            if not isinstance(rows[0], Tensor):  # a class
+            if not isinstance(rows[0], Tensor):  # a class label
                 batch[name] = torch.tensor(rows)
             elif name == "position_ids":
                 length = max(map(len, rows))
@@ -104,7 +104,7 @@ class Task:
 
     What `collate` returns, by kind (B rows, L tokens, all int64; labels of `IGNORE` carry no loss):
 
-        causal-lm                 input_ids, labels (B, L), not shifted: labels[t] is due at output t - 1
+        causal-lm                 input_ids, labels (B, L), not shifted: output t - 1 predicts labels[t]
         masked-lm                 input_ids, labels (B, L): labels only where a token was hidden
                                   both with position_ids (B, L) when packed: 0 where a document begins
         sequence-classification   input_ids, attention_mask (B, L), labels (B,)
@@ -129,15 +129,15 @@ class Task:
     vocab_size: int
     max_length: int  # no input is longer
     max_target_length: int | None = None  # seq2seq only
-    labels: tuple[str, ...] = ()  # classification only: their names, in order of id
+    labels: tuple[str, ...] = ()  # classification only: class names, in order of id
     special: Special = Special()
     tokenizer: Any = None  # Hugging Face's, to be saved beside the model; None where the input is not text
     published: Published | None = None
-    settings: Mapping[str, Any] = field(default_factory=dict)  # all the data depends on, as JSON can hold it
-    fingerprint: str  # of the content read (and its vocabulary), or of how it is made; not of paths
+    settings: Mapping[str, Any] = field(default_factory=dict)  # all the data depends on, JSON-serialisable
+    fingerprint: str  # hash of the content read (and its vocabulary), or of how it is made; not of paths
     majority: float | None = None  # classification only: the share of the test set's most frequent class
-    left_out: tuple[str, ...] = ()  # a line on the rows that could not be read, if there were any
-    notes: tuple[str, ...] = ()  # what else a user should be told of the data, a line each
+    left_out: tuple[str, ...] = ()  # a line about the rows that could not be read, if any
+    notes: tuple[str, ...] = ()  # what else to tell the user about the data, a line each
 
     def __post_init__(self):
         if self.kind not in KINDS:
@@ -145,5 +145,5 @@ class Task:
 
     @property
     def num_labels(self) -> int | None:
-        """How many classes there are; None where nothing is classified."""
+        """The number of classes; None unless this is classification."""
         return len(self.labels) or None

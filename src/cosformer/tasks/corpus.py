@@ -18,7 +18,7 @@ class Corpus(Source):
     """Documents of `data`, or of the standard library if it is None, as (split, text, end of document).
 
     A document is a file, or one row's `text` column. Where the data names no splits, documents are held out;
-    fewer files than one holdout block are cut by size instead, the end going to test.
+    with fewer files than one holdout block the text is cut by size instead, its end going to test.
     """
 
     text: str | None
@@ -27,7 +27,7 @@ class Corpus(Source):
         return {**super().key(), "text": self.text}
 
     def __iter__(self) -> Iterator[Piece]:
-        parts = {} if is_saved_dataset(self.data) else files(self.data)  # a saved data set has none of ours
+        parts = {} if is_saved_dataset(self.data) else files(self.data)  # a saved dataset is read by `each`
         forms = {form(file) in TABLES for members in parts.values() for file in members}
         if len(forms) > 1:
             wanted = f"either text or tables ({', '.join(TABLES)}), not both"
@@ -47,12 +47,12 @@ class Corpus(Source):
 
 
 def _by_size(members: list[Path], assign: Holdout) -> Iterator[Piece]:
-    """The files end to end, cut once for each split that is missing."""
+    """The files end to end, cut once for each missing split."""
     total = sum(map(_size, members))
     held = [split for split in SPLITS[1:] if split in assign.missing]
     room = [["train", int(total * (1 - assign.share * len(held)))]]
     room += [[split, int(total * assign.share)] for split in held]
-    room[-1][1] = total  # whatever is left
+    room[-1][1] = total  # the last takes whatever is left
     for file in members:
         yield from _cut(_document(file), room)
 
@@ -69,13 +69,13 @@ def _document(file: Path) -> Iterator[tuple[str, bool]]:
 
 
 def _size(file: Path) -> int:
-    """Bytes of text, unpacked."""
+    """Bytes of text, decompressed."""
     with opened(file) as stream:
         return sum(len(block) for block in iter(lambda: stream.read(PIECE), b""))
 
 
 def _cut(documents: Iterable[tuple[str, bool]], room: list[list]) -> Iterator[Piece]:
-    """Gives text to the first split of `room` (name, bytes left) while it has room; cuts after a line."""
+    """Fills the splits of `room`, [name, bytes left] each, in order; cuts after a line."""
     for text, end in documents:
         while len(room) > 1 and len(text.encode()) > room[0][1]:
             head = text.encode()[: room[0][1]].decode(errors="ignore")

@@ -27,8 +27,8 @@ MONTHS = ["January", "February", "March", "April", "May", "June", "July", "Augus
 def reviews(*, seed: int) -> Iterator[tuple[str, Row]]:
     """Sentences of one to three clauses; the label is the sentiment of the clause that decides.
 
-    "but" hands the decision to what follows, "although" to what precedes, and a negation turns its clause
-    round, so counting words is not enough: as many clauses say good as bad under either label.
+    "but" hands the decision to what follows, "although" to what precedes, and a negation inverts its clause,
+    so counting words is not enough: good and bad words are equally likely under either label.
     """
     return _rows("<generated reviews>", _review, np.random.default_rng((seed, 1)))
 

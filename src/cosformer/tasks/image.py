@@ -15,7 +15,7 @@ from .source import locate
 SIDE = 32
 PIXELS = SIDE * SIDE
 LABELS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
-GREY = np.array([0.2989, 0.587, 0.114], np.float32)  # TensorFlow's weights, as the published pipeline's
+GREY = np.array([0.2989, 0.587, 0.114], np.float32)  # TensorFlow's weights, as in the published pipeline
 TRAIN = 0.9  # published: the first nine tenths of the training images train, the rest validate
 Batch = tuple[np.ndarray, np.ndarray]  # pixels (N, PIXELS), labels (N,), both uint8
 
@@ -38,7 +38,7 @@ def _binary(path: Path) -> Batch:
 def _png(path: Path) -> np.ndarray:
     from PIL import Image, UnidentifiedImageError
 
-    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # many images on one strip are no attack
+    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None  # a long strip is no decompression bomb
     try:
         with Image.open(path) as strip:
             pixels = np.asarray(strip.convert("L"))
@@ -54,7 +54,7 @@ def _png(path: Path) -> np.ndarray:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files of whichever form the folder has, training files in their published order."""
+    """The folder's files, in whichever form it has them; training files in their published order."""
     forms = {"train_labels.u8": ("*.png", "*.u8"), "data_batch_1.bin": ("*_batch*.bin",)}
     for required, patterns in forms.items():
         if (folder / required).is_file():
@@ -65,7 +65,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _read(path: Path) -> Batch:
-    """The images and labels of a file; strips have them in different ones."""
+    """A file's images and labels; the strips' are in separate files."""
     if path.suffix == ".png":
         return _png(path), np.empty(0, np.uint8)
     if path.suffix == ".u8":
@@ -98,7 +98,7 @@ def _rows(folder: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def image(*, data: Any, cache: Any = None) -> Task:
-    """CIFAR-10 in grey from its binary version, or from strips of grey PNG; no class token."""
+    """Grey CIFAR-10, from its binary version or from strips of grey PNG; no class token."""
     source = locate(data)
     rows, content = partial(_rows, source), hashed([digest(path, cache) for path in _files(source)])
     return arena("image", rows, values=256, length=PIXELS, labels=LABELS, cache=cache, content=content)

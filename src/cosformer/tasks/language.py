@@ -17,7 +17,7 @@ from .texts import Prepared
 
 
 class Tokenised(Prepared):
-    """A corpus as tables of tokens: every document as start, text, end, with the size of its text."""
+    """A corpus as tables of tokens: every document as bos, text, eos, with the bytes of its text."""
 
     def __init__(self, corpus: Corpus, tokenizer: str):
         self.corpus = corpus
@@ -27,7 +27,7 @@ class Tokenised(Prepared):
     def training(self) -> Iterator[str]:
         return (text for split, text, _ in self.corpus if split == "train")
 
-    def _rows(self) -> Iterator[tuple]:  # a document need not fit in memory
+    def _rows(self) -> Iterator[tuple]:  # in pieces: a document need not fit in memory
         special, size = self.encoder.special, 0
         for split, text, end in self.corpus:
             if text and not size:
@@ -52,15 +52,15 @@ def lm(
 ) -> Task:
     """Autoregressive language modelling.
 
-    Evaluation slides: windows begin every `stride` tokens (half the length if None) and score what is new.
-    `isolate=False` lets attention cross documents, as papers on WikiText do: no `position_ids` then.
+    Evaluation slides: windows begin every `stride` tokens (half the length if None) and score only new ones.
+    `isolate=False` lets attention cross documents, as papers on WikiText do: it leaves out `position_ids`.
     """
     tokens = Tokenised(Corpus(data=data, text=text, holdout=holdout, **reading), tokenizer)
     stride = length // 2 if stride is None else stride
     strides = {"train": None, "validation": stride, "test": stride}
     sets = {s: Packed(tokens.tables[s], length=length, stride=strides[s], isolate=isolate) for s in SPLITS}
     lengths: Any = tokens.encoder.byte_lengths()
-    if lengths is None:  # tokens that are not strings of bytes get the mean: exact on the whole
+    if lengths is None:  # not byte-level: every token gets the training set's mean, an estimate
         train = tokens.tables["train"]
         lengths = train.values("bytes").sum() / len(train.values("tokens"))
     fields = scores(TokenScores(shift=True, byte_lengths=lengths), language_metrics, "perplexity") | sets
@@ -120,12 +120,12 @@ def pretraining(task: Task, *, share: float = 0.15, copies: int = 10, seed: int 
 
 
 def _single(pairs: Rows, index: int) -> dict[str, Tensor]:
-    """Of the texts of all pairs, one after the other, that of a number."""
+    """Text number `index` when the texts of all pairs are laid end to end."""
     return {"input_ids": pairs[index // 2]["pair_input_ids" if index % 2 else "input_ids"]}
 
 
 def _hidden(sets: Mapping[str, Rows], *, copies: int, **hide: Any) -> dict[str, Any]:
-    """What a masked-lm task has of its own: its scores, and its sets with tokens hidden (packing.Masked)."""
+    """A masked-lm task's own fields: its scores, and its sets with tokens hidden (packing.Masked)."""
     fields = scores(TokenScores(shift=False), language_metrics, "loss_per_token")
     for split, rows in sets.items():
         fields[split] = Masked(rows, copies=copies if split == "train" else 1, **hide)

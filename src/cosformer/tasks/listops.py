@@ -3,9 +3,9 @@
     [MAX 4 3 [MIN 2 3 ] 1 0 [MED 1 5 8 9 2 ] ]  ->  5
 
 A node is an operator with probability `OPERATOR_SHARE` while its depth is below the limit (the root's is 1),
-otherwise a digit; an operator has 2 to `args` arguments. Trees are kept whose tokens, closing brackets
-included, are more than the least and fewer than the most; duplicates are not. Whole batches of trees grow
-level by level in numpy, then only the kept ones are written out.
+otherwise a digit; an operator has 2 to `args` arguments. A tree is kept if it is new and its number of
+tokens, closing brackets included, lies strictly between `least` and `most`. Whole batches of trees grow level
+by level in numpy; only those of the right length are written out.
 """
 
 import itertools
@@ -20,16 +20,16 @@ from .published import arena
 from .source import Row, Source
 
 OPERATORS = ("[MIN", "[MAX", "[MED", "[SM")
-SYMBOLS = (*map(str, range(10)), *OPERATORS, "]")  # a digit's number is its value
+SYMBOLS = (*map(str, range(10)), *OPERATORS, "]")  # a digit's index is its value
 CLOSE = SYMBOLS.index("]")
 OPERATOR_SHARE = 0.25
-HOLDOUT = 0.05  # of a TSV that names no splits
+HOLDOUT = 0.05  # share of a TSV that names no splits
 
 
 def _grow(rng: np.random.Generator, trees: int, *, depth: int, args: int) -> list[np.ndarray]:
-    """Levels of a forest: each node's number of arguments, which are nodes of the next; 0 for a digit.
+    """The levels of a forest: each node's number of arguments, its children a level down; 0 for a digit.
 
-    Every root is an operator: a digit alone is a tree of one token, which no length limit keeps.
+    Every root is an operator: a lone digit has one token, and only `least=0` would keep it.
     """
     levels = [rng.integers(2, args + 1, trees)]
     for level in range(2, depth + 1):
@@ -40,12 +40,12 @@ def _grow(rng: np.random.Generator, trees: int, *, depth: int, args: int) -> lis
 
 
 def _before(lengths: np.ndarray) -> np.ndarray:
-    """Tokens to the left of each of a level's subtrees, laid end to end, and of what follows the last."""
+    """The offset of each subtree when a level's subtrees lie end to end; last, their total length."""
     return np.r_[0, np.cumsum(lengths)]
 
 
 def _lengths(levels: list[np.ndarray]) -> list[np.ndarray]:
-    """Tokens of each node's subtree: 1 for a digit, else its arguments' and two brackets."""
+    """Tokens in each node's subtree: 1 for a digit, else its arguments' plus operator and bracket."""
     lengths = [np.ones(len(levels[-1]), np.int64)]
     for arity in levels[-2::-1]:
         before, ends = _before(lengths[0]), np.cumsum(arity)
@@ -54,7 +54,7 @@ def _lengths(levels: list[np.ndarray]) -> list[np.ndarray]:
 
 
 def _keep(levels: list[np.ndarray], chosen: np.ndarray) -> list[np.ndarray]:
-    """The forest of the chosen trees (one bool a tree)."""
+    """The forest of the chosen trees (one bool per tree)."""
     kept = []
     for arity in levels:
         kept.append(arity[chosen])
@@ -65,7 +65,7 @@ def _keep(levels: list[np.ndarray], chosen: np.ndarray) -> list[np.ndarray]:
 def _write_out(
     rng: np.random.Generator, levels: list[np.ndarray]
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Fills in operators and digits: (tokens of all trees, where each tree ends, values of the roots)."""
+    """Fills in operators and digits -> (tokens of all trees, where each tree ends, values of the roots)."""
     lengths = _lengths(levels)
     ends = np.cumsum(lengths[0])
     tokens = np.empty(int(ends[-1]), np.uint8)
@@ -74,8 +74,8 @@ def _write_out(
         operator = rng.integers(len(OPERATORS), size=len(arity)) + 10
         symbols.append(np.where(arity > 0, operator, rng.integers(10, size=len(arity))))
         tokens[place + length - 1] = CLOSE
-        tokens[place] = symbols[-1]  # a digit begins where it ends
-        # An argument stands after the operator and the arguments before it.
+        tokens[place] = symbols[-1]  # after CLOSE: a digit's only token is first and last
+        # An argument follows its operator and the arguments before it.
         before = _before(below)
         place = np.repeat(place + 1 - before[np.cumsum(arity) - arity], arity) + before[:-1]
     values = symbols[-1]
@@ -87,9 +87,9 @@ def _write_out(
 
 
 def _applied(operator: np.ndarray, arity: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Each operator's value; its arguments' are the next `arity` of `values`. A median is cut."""
+    """Each operator's value; its arguments are the next `arity` of `values`. Medians round down."""
     given, each = np.arange(arity.max(initial=1)) < arity[:, None], np.arange(len(arity))
-    ranked = np.full(given.shape, 10)  # behind every digit
+    ranked = np.full(given.shape, 10)  # sorts after every digit
     ranked[given] = values
     ranked.sort(1)
     median = (ranked[each, (arity - 1) // 2] + ranked[each, arity // 2]) // 2
@@ -101,7 +101,7 @@ def _applied(operator: np.ndarray, arity: np.ndarray, values: np.ndarray) -> np.
 def trees(
     *, seed: int, least: int, most: int, depth: int, args: int, batch: int = 20_000
 ) -> Iterator[tuple[np.ndarray, int]]:
-    """Different trees without end, as (symbol numbers, value), with `least < tokens < most`."""
+    """Distinct trees without end, as (symbol numbers, value), with `least < tokens < most`."""
     rng, seen, idle = np.random.default_rng((seed, 6)), set(), 0
     while True:
         levels = _grow(rng, batch, depth=depth, args=args)
@@ -129,7 +129,7 @@ def _generated(*, examples: Sequence[int], **limits: int) -> Iterator[tuple[str,
 
 
 def _tree(row: Row, *, length: int) -> dict[str, Any]:
-    """A record of the published TSV: Source, whose round brackets say nothing more, and Target."""
+    """A record of the published TSV: Source, whose round brackets are redundant, and Target."""
     if not {"Source", "Target"} <= row.fields.keys():
         raise row.error(f"expected the columns Source and Target, found {listed(row.fields)}")
     words = [word for word in row.text("Source").split() if word not in ("(", ")")]
@@ -154,7 +154,7 @@ def listops(
     seed: int = 0,
     cache: Any = None,
 ) -> Task:
-    """ListOps with the published limits and splits; give a smaller `length`, `depth`, `args` for less.
+    """ListOps with the published limits and splits; smaller `length`, `depth` or `args` make it easier.
 
     Trees have more than `least` tokens (a quarter of the length if None, as published) and fewer than
     `length`; the class token in front brings the longest to `length`.

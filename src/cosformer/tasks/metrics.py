@@ -12,11 +12,11 @@ from .contract import IGNORE
 
 
 def _logits(output: Any) -> Tensor:
-    return output[0] if isinstance(output, (tuple, list)) else output  # states may come beside the logits
+    return output[0] if isinstance(output, (tuple, list)) else output  # states may follow the logits
 
 
 class TokenScores:
-    """Logits (B, L, V) -> four sums a row: loss, tokens, right ones, bytes; of labelled positions only."""
+    """Logits (B, L, V) -> (B, 4) sums over labelled positions: loss, tokens, correct tokens, bytes."""
 
     def __init__(self, *, shift: bool, byte_lengths: np.ndarray | float | None = None):
         self.shift = shift
@@ -40,7 +40,7 @@ class TokenScores:
 
 
 def language_metrics(prediction: Any) -> dict[str, float]:
-    """loss and perplexity per token, accuracy, and bits per byte where the tokens' bytes are known."""
+    """Loss and perplexity per token, accuracy, and bits per byte where the tokens' bytes are known."""
     loss, tokens, right, size = np.asarray(prediction.predictions, np.float64).sum(0)
     if not tokens:
         raise ValueError("no token of the evaluation set has a label")
@@ -58,7 +58,7 @@ def class_choice(output: Any, labels: Tensor) -> Tensor:
 
 
 def class_metrics(prediction: Any) -> dict[str, float]:
-    """accuracy, and F1: of class 1 where there are two, as GLUE reports it; else the mean of the classes."""
+    """Accuracy, and F1: of class 1 if there are two, as GLUE reports it; else the mean over classes."""
     chosen, labels = np.asarray(prediction.predictions), np.asarray(prediction.label_ids)
     seen = np.union1d(chosen, labels)
     scores = []
@@ -74,20 +74,20 @@ def majority(labels: np.ndarray) -> float:
     return float(np.bincount(labels).max() / len(labels))
 
 
-FORCED = -1  # heads the rows that teacher forcing gave; generated rows begin with the start token
+FORCED = -1  # first in rows from teacher forcing; generated rows begin with the start token
 
 
 def token_choice(output: Any, labels: Tensor) -> Tensor:
-    """Logits (B, T, V) -> FORCED and the chosen tokens (B, 1 + T). Generated tokens (B, T) pass."""
+    """Logits (B, T, V) -> FORCED and the chosen tokens (B, 1 + T). Generated tokens (B, T) pass through."""
     output = _logits(output)
     return torch.nn.functional.pad(output.argmax(-1), (1, 0), value=FORCED) if output.ndim == 3 else output
 
 
 def edits(said: list[str], meant: list[str]) -> int:
-    """Levenshtein's distance: the fewest words put in, left out and replaced to turn one into the other.
+    """Levenshtein distance: the fewest words inserted, deleted or replaced to turn one into the other.
 
-    A row a word; an insertion costs one for each place it moves along the row, so their best is a running
-    minimum of what is left when the places are taken off.
+    One row of the table per word of `said`. Inserting k words moves k places along the row and costs k, so
+    with the places subtracted the best insertions are a running minimum.
     """
     words, places = np.array(meant, object), np.arange(len(meant) + 1)
     row = places
@@ -98,11 +98,11 @@ def edits(said: list[str], meant: list[str]) -> int:
 
 
 class Seq2SeqMetrics:
-    """What depends on how predictions were made.
+    """The metrics depend on how predictions were made.
 
-    From teacher forcing: token_accuracy, and sequence_accuracy (every token right). From generation:
-    sequence_accuracy, and of the decoded text, where there is a tokenizer, BLEU, chrF and word_error_rate
-    (edits for each word of the target; of phonemes, where those are the words).
+    Teacher forcing: token_accuracy, and sequence_accuracy (every token right). Generation: sequence_accuracy
+    and, given a tokenizer, BLEU, chrF and word_error_rate of the decoded text (edits per word of the target;
+    the phoneme error rate where words are phonemes).
     """
 
     def __init__(self, *, eos: int, pad: int, tokenizer: Any = None):
@@ -135,6 +135,6 @@ class Seq2SeqMetrics:
 
 
 def scores(shrink: Any, compute: Any, metric: str) -> dict[str, Any]:
-    """How a task is scored: four of its fields."""
+    """The four fields of a `Task` that say how it is scored."""
     steps = {"preprocess_logits_for_metrics": shrink, "compute_metrics": compute}
     return {**steps, "metric": metric, "greater_is_better": "accuracy" in metric}

@@ -1,8 +1,8 @@
 """Documents packed into windows of one length, with no leak between them; sliding evaluation; masking.
 
-Where a document begins, `position_ids` begin again at 0: Hugging Face's own mark of packed batches. A model
-that honours it (or turns it into `cu_seqlens`) computes what it would on each document alone. No token is
-asked for from another document: the first of each has no label.
+`position_ids` restart at 0 where a document begins: Hugging Face's own mark of packed batches. A model that
+honours it (or turns it into `cu_seqlens`) computes what it would on each document alone. No token is
+predicted from another document: each document's first token has no label.
 """
 
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from torch import Tensor
 from .contract import IGNORE, Rows
 from .table import Table
 
-MASK, OTHER = 0.8, 0.1  # what becomes of hidden tokens: the mask, another token; the rest stay (BERT's rule)
+MASK, OTHER = 0.8, 0.1  # shares of hidden tokens replaced by the mask, by another token; the rest stay (BERT)
 
 
 class Packed(Rows):
     """Windows of `length` tokens over a table's documents, end to end.
 
-    Without `stride` windows do not overlap and a last, shorter one is left out (unless it is the only one):
-    training. With it each begins `stride` later and labels only what no earlier window labelled, so every
-    token is scored once, and all but the first window's with at least `length - stride` tokens before it:
-    sliding evaluation.
+    Without `stride` (training) windows do not overlap, and a shorter last one is dropped unless it is the
+    only one. With `stride` (sliding evaluation) each window begins `stride` tokens after the one before and
+    labels only tokens that no earlier window labelled: every token is scored once, and outside the first
+    window with at least `length - stride` tokens before it.
     """
 
     def __init__(self, table: Table, *, length: int, stride: int | None = None, isolate: bool = True):
@@ -45,7 +45,7 @@ class Packed(Rows):
         ids = self.table.values("tokens")[start : start + self.length].astype(np.int64)
         ends = self.table.ends("tokens")
         first, last = np.searchsorted(ends, [start, start + len(ids) - 1], side="right")
-        begins = np.asarray(ends[first:last]) - start  # of the documents after the window's first
+        begins = np.asarray(ends[first:last]) - start  # where documents after the window's first begin
         labels = ids.copy()
         labels[0] = IGNORE
         labels[begins] = IGNORE
@@ -61,15 +61,15 @@ class Packed(Rows):
 
 @dataclass(eq=False)
 class Masked(Rows):
-    """Another set's `input_ids` with a `share` of the tokens hidden, and labels where they are.
+    """Another set's `input_ids` with a `share` of the tokens hidden; only hidden tokens have labels.
 
-    The choice depends on the seed and the index only, so it is the same in any process and after any resume;
-    training sets hold each sequence `copies` times, differently masked, where collators that draw as they go
-    would give a resumed run other masks. With `joins` (tokens.Encoder.joins) whole words are hidden.
+    Masks depend on the seed and the index only, so they are the same in any process and after a resume; a
+    collator that draws them on the fly would give a resumed run different ones. Training sets hold each
+    sequence `copies` times, masked differently. With `joins` (tokens.Encoder.joins) whole words are hidden.
     """
 
     inner: Rows
-    content: np.ndarray  # the tokens that may be hidden, and stand in for others
+    content: np.ndarray  # the tokens that may be hidden, or replace hidden ones
     mask: int
     seed: int
     share: float
@@ -108,7 +108,7 @@ class Masked(Rows):
 
 
 def cu_seqlens(position_ids: Tensor) -> Tensor:
-    """(B, L) positions -> where documents begin in the batch laid end to end, as kernels take it."""
+    """(B, L) positions -> offsets of the documents in the batch laid end to end, then its length (int32)."""
     starts = position_ids == 0
     starts[:, 0] = True
     total = torch.tensor([position_ids.numel()], device=position_ids.device)

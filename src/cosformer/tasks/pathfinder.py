@@ -1,15 +1,15 @@
 """Pathfinder: do two discs lie on one dashed curve? Drawn with Long-Range Arena's parameters for each size.
 
-Two curves of dashes, equally long, begin near one another; discs mark one's beginning and the end of the same
-curve (label 1) or of the other (label 0). Short curves distract. A curve goes on from its last dash with a
-random turn that is smaller the higher the continuity. Where no dash finds room the curves are taken back some
-way, and drawn again from there.
+Two dashed curves of equal length begin near one another; one disc marks the beginning of one curve, another
+the end of the same curve (label 1) or of the other (label 0). Short curves distract. A curve continues from
+its last dash with a random turn: the higher the continuity, the smaller. Where no dash finds room, both
+curves are taken back some dashes and redrawn from there.
 
     |--dash--|..margin..o..margin..|--dash--|       o: the pivot about which the next dash turns
                                                     dashes of different curves keep two margins between them
 
 All drawings of a batch grow together in numpy, on the plane; pixels come last. The published generator works
-on a grid of pixels with libraries that are gone: the images follow its parameters and are not its bytes.
+on a grid of pixels with libraries that are gone: these images follow its parameters, but are not identical.
 """
 
 import itertools
@@ -25,11 +25,11 @@ import numpy as np
 from .contract import SPLITS, Special, Task
 from .published import arena
 
-TURNS = 16  # directions, or places, a dash is chosen from
-PATIENCE = 10  # rounds a dash before a drawing is given up
+TURNS = 16  # candidate directions, or places, for each dash
+PATIENCE = 10  # rounds per dash before a drawing is given up
 BATCH = 128
-FINE = 4  # cells along a pixel's side, by which it is told how far a shape covers it
-DIFFICULTY = {"easy": 6, "intermediate": 9, "hard": 14}  # dashes of a curve
+FINE = 4  # subpixels along a pixel's side, to measure how much of it a shape covers
+DIFFICULTY = {"easy": 6, "intermediate": 9, "hard": 14}  # dashes per curve
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,12 +41,12 @@ class Drawing:
     padding: int
     seed_distance: int  # between the beginnings of the two curves
     radius: float  # of the discs
-    dash: float  # its length ...
+    dash: float  # its length
     thickness: float
     continuity: float
-    distractor_dashes: int  # of all distracting curves together
+    distractor_dashes: int  # of all distractors together
     contrast: float
-    dashes: int = DIFFICULTY["hard"]  # of each curve; distracting ones have a third
+    dashes: int = DIFFICULTY["hard"]  # of each curve; a distractor has a third
 
 
 DRAWINGS = {
@@ -65,8 +65,8 @@ DRAWINGS = {
 class Sketches:
     """B drawings on the plane."""
 
-    dashes: np.ndarray  # (B, S, 2, 2): both ends of each, (x, y); a distractor that found no room is NaN
-    discs: np.ndarray  # (B, 2, 2): their centres
+    dashes: np.ndarray  # (B, S, 2, 2): both ends, (x, y); NaN for a distractor that found no room
+    discs: np.ndarray  # (B, 2, 2): centres
     labels: np.ndarray  # (B,)
     margins: np.ndarray  # (B,)
 
@@ -76,7 +76,7 @@ def _heading(angle: np.ndarray) -> np.ndarray:
 
 
 def _squared_distances(x: np.ndarray, y: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """From points to segments a-b (..., 2), one to one; a segment may be a point."""
+    """From points to segments a-b (..., 2), elementwise; a segment may be a point."""
     x, y = x - a[..., 0], y - a[..., 1]
     dx, dy = (b - a)[..., 0], (b - a)[..., 1]
     along = np.clip((x * dx + y * dy) / np.maximum(dx**2 + dy**2, 1e-12), 0, 1)
@@ -84,16 +84,17 @@ def _squared_distances(x: np.ndarray, y: np.ndarray, a: np.ndarray, b: np.ndarra
 
 
 class _Field:
-    """B drawings as they grow: dashes in slots. `rows` are drawings' numbers."""
+    """B drawings as they grow: dashes in slots. `rows` are indices of drawings."""
 
     def __init__(self, rng: np.random.Generator, drawing: Drawing, margins: np.ndarray, slots: int):
         self.rng, self.drawing, self.margins = rng, drawing, margins
         self.dashes = np.full((len(margins), slots, 2, 2), np.nan, np.float32)
 
     def room(self, rows: np.ndarray, slot: np.ndarray, last: np.ndarray, dashes: np.ndarray) -> np.ndarray:
-        """(n, K, 2, 2) dashes -> (n, K): inside the padding, two margins and a thickness from all but `last`.
+        """(n, K, 2, 2) dashes -> (n, K): is each inside the padding, and clear of all others but `last`?
 
-        Only earlier slots count. Distances are taken from points at most two pixels apart along the dash.
+        Clear: two margins and a thickness away. Only earlier slots count. Distances are measured from points
+        at most two pixels apart along the dash.
         """
         low, high = self.drawing.padding, self.drawing.window - 1 - self.drawing.padding
         inside = ((dashes >= low) & (dashes <= high)).all((-1, -2))
@@ -108,12 +109,12 @@ class _Field:
         return inside & (apart.min((2, 3), initial=np.inf) >= clearance**2)
 
     def choose(self, rows, slot, last, ends: tuple[np.ndarray, np.ndarray], weight: np.ndarray) -> np.ndarray:
-        """Puts a dash that has room, drawn by `weight` (n, K), into `slot`; (n,) whether there was one."""
+        """Draws a dash that has room by `weight` (n, K) into `slot`; returns (n,) whether there was one."""
         candidates = np.stack(ends, -2).astype(np.float32)
         total = (weight * self.room(rows, slot, last, candidates)).cumsum(1)
         drawn = (total > self.rng.random((len(rows), 1)) * total[:, -1:]).argmax(1)
         self.dashes[rows, slot] = candidates[np.arange(len(rows)), drawn]
-        return total[:, -1] > 1e-4  # published: with less the curve is at a dead end
+        return total[:, -1] > 1e-4  # published: below this the curve is at a dead end
 
     def begin(self, rows: np.ndarray, slot: np.ndarray, places: np.ndarray) -> np.ndarray:
         """The first dash of a curve, from one of the places (n, K, 2) in any direction."""
@@ -122,7 +123,7 @@ class _Field:
         return self.choose(rows, slot, np.full(len(rows), -1), ends, np.ones(places.shape[:2]))
 
     def extend(self, rows: np.ndarray, slot: np.ndarray, last: np.ndarray) -> np.ndarray:
-        """The dash that goes on from that in `last`: turns are as likely as cos^2(continuity * turn)."""
+        """Continues the dash in `last`; turns have probability proportional to cos^2(continuity * turn)."""
         start, end = self.dashes[rows, last, 0], self.dashes[rows, last, 1]
         angle = np.arctan2(end[:, 1] - start[:, 1], end[:, 0] - start[:, 0])
         margin, limit = self.margins[rows, None], min(math.pi / 2 / self.drawing.continuity, math.pi)
@@ -134,9 +135,9 @@ class _Field:
 
 
 def _curves(field: _Field, size: int) -> np.ndarray:
-    """Draws two long curves, 0 in even slots and 1 in odd ones; the drawings in which both found room.
+    """Draws two long curves, 0 in even slots and 1 in odd ones; returns the drawings where both found room.
 
-    They take turns, so neither finds the better places. At a dead end both are taken back some dashes.
+    They take turns, so neither gets the better places. At a dead end both are taken back some dashes.
     """
     drawing, rng, rows, zero = field.drawing, field.rng, np.arange(size), np.zeros(size, int)
     edge = min(2 * drawing.seed_distance, drawing.window // 2 - 2)
@@ -156,7 +157,7 @@ def _curves(field: _Field, size: int) -> np.ndarray:
 
 
 def sketch(rng: np.random.Generator, size: int, drawing: Drawing) -> Sketches:
-    """`size` attempts at a drawing; those whose two long curves found room are returned."""
+    """Attempts `size` drawings and returns those whose two long curves found room."""
     third, long = drawing.dashes // 3, 2 * drawing.dashes
     slots = long + drawing.distractor_dashes // third * third
     field = _Field(rng, drawing, rng.choice(drawing.margins, size), slots)
@@ -175,7 +176,7 @@ def sketch(rng: np.random.Generator, size: int, drawing: Drawing) -> Sketches:
 
 
 def render(sketches: Sketches, drawing: Drawing) -> np.ndarray:
-    """Pixels (B, window, window), uint8: every dash and disc as far as it covers each pixel."""
+    """Pixels (B, window, window), uint8: each by how much of it a dash or disc covers."""
     canvas = np.zeros((len(sketches.labels), drawing.window, drawing.window), np.float32)
     _stamp(canvas, sketches.dashes, drawing, drawing.thickness / 2, drawing.contrast)
     _stamp(canvas, np.stack([sketches.discs, sketches.discs], 2), drawing, drawing.radius, 1.0)
@@ -183,13 +184,13 @@ def render(sketches: Sketches, drawing: Drawing) -> np.ndarray:
 
 
 def _stamp(canvas: np.ndarray, shapes: np.ndarray, drawing: Drawing, radius: float, value: float) -> None:
-    """Draws segments (B, S, 2, 2) of half-width `radius`, each on the square around it."""
+    """Draws segments (B, S, 2, 2) of half-width `radius`, each on a square patch around it."""
     reach = math.ceil(drawing.dash / 2 + radius) + 1
     side = 2 * reach + 1
     row, slot = np.nonzero(~np.isnan(shapes[..., 0, 0]))
     a, b = shapes[row, slot, 0], shapes[row, slot, 1]
     corner = np.round((a + b) / 2).astype(int) - reach  # (n, 2), x and y
-    fine = ((np.arange(side * FINE) + 0.5) / FINE - 0.5).astype(np.float32)  # centres of a patch's cells
+    fine = ((np.arange(side * FINE) + 0.5) / FINE - 0.5).astype(np.float32)  # centres of a patch's subpixels
     x, y = (corner[:, i, None].astype(np.float32) + fine for i in (0, 1))
     near = _squared_distances(x[:, None, :], y[:, :, None], a[:, None, None], b[:, None, None]) <= radius**2
     patch = near.reshape(len(a), side, FINE, side, FINE).mean((2, 4), dtype=np.float32) * value
@@ -200,14 +201,14 @@ def _stamp(canvas: np.ndarray, shapes: np.ndarray, drawing: Drawing, radius: flo
 
 
 def images(drawing: Drawing, seed: Sequence[int]) -> Iterator[tuple[np.ndarray, int]]:
-    """(pixels (window, window), label) without end. Batches have their own seeds: workers change nothing."""
+    """Endless (pixels (window, window), label); batches have their own seeds, so workers do not matter."""
 
     def batch(number: int) -> tuple[np.ndarray, np.ndarray]:
         made = sketch(np.random.default_rng((*seed, number)), BATCH, drawing)
         return render(made, drawing), made.labels
 
     workers, idle = os.cpu_count() or 1, 0
-    with ThreadPoolExecutor(workers) as pool:  # numpy lets go of the interpreter in its loops
+    with ThreadPoolExecutor(workers) as pool:  # numpy's loops release the GIL
         for start in itertools.count(step=workers):
             for pixels, labels in pool.map(batch, range(start, start + workers)):
                 yield from zip(pixels, map(int, labels))

@@ -3,8 +3,7 @@
 From the appendix of Tay et al. 2021, Long Range Arena, as the project's notes have it; the schedules are in
 recipes/paper. The public configuration files disagree with it in places (ListOps 6 layers and 2,048;
 Pathfinder 1 layer of width 128), and with one another; a recipe may override them, for all mixers alike.
-Image and Pathfinder were published with queries and keys of half the width; these models have them as wide
-as the model.
+Image and Pathfinder were published with queries and keys of half the model's width; here they have all of it.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -34,7 +33,7 @@ def arena(
     cache: Any,
     **settings: Any,
 ) -> Task:
-    """The task over sequences of `values` symbols, or shades, that `rows()` gives for these settings."""
+    """The task over the sequences of `rows()`, of `values` symbols or grey levels, for these settings."""
     vocab_size = Special.count + values
     sets = stored(name, rows, cache=cache, vocab_size=vocab_size, **settings)
     made = settings.get("content") or [name, settings]

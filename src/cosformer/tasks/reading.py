@@ -13,14 +13,14 @@ from .contract import DataError
 
 PACKED: dict[str, Any] = {".gz": gzip.open, ".xz": lzma.open}
 PIECE = 1 << 18  # bytes read at once
-PEEK = 1 << 12  # bytes by which a file is known to be text
-MOST_CONTROL = 0.1  # share of control characters a text may begin with
+PEEK = 1 << 12  # bytes examined to tell whether a file is text
+MOST_CONTROL = 0.1  # largest share of control characters in them
 ARCHIVES = {b"PK\x03\x04": "zip", b"\x1f\x8b": "gzip", b"\xfd7zXZ": "xz", b"7z\xbc\xaf": "7z",
             b"Rar!\x1a": "rar", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd"}  # fmt: skip
 
 
 class BadRows:
-    """What cannot be read: `allowed` rows are left out and counted, with one more the first is an error."""
+    """Rows that cannot be read: up to `allowed` are left out and counted; one more raises the first error."""
 
     def __init__(self, allowed: int = 0):
         self.allowed, self.count = allowed, 0
@@ -36,18 +36,18 @@ class BadRows:
             raise DataError(f"{self.first} ({allowed})") from None
 
     def note(self) -> list[str]:
-        """What to tell a user of the rows left out."""
+        """What to tell the user about the rows left out."""
         left_out = f"{self.count:,} rows that cannot be read are left out"
         return [f"{left_out}; the first: {self.first}"] if self.count else []
 
 
 def form(path: Path) -> str:
-    """The suffix that says how to read a file, without its compression's: of TABLES, or another for text."""
+    """The suffix that says how to read a file, apart from its compression: one of TABLES, else text."""
     return Path(path.stem if path.suffix.lower() in PACKED else path).suffix.lower()
 
 
 def _check_text(path: Path, head: bytes) -> None:
-    """Refuses archives, by their mark, and what is full of control characters; UTF-16 is told in decoding."""
+    """Refuses archives, by magic bytes, and files full of control characters; decoding reports UTF-16."""
     archive = next((name for mark, name in ARCHIVES.items() if head.startswith(mark)), None)
     if archive or head[257:262] == b"ustar":
         kind = archive or "tar"
@@ -60,7 +60,7 @@ def _check_text(path: Path, head: bytes) -> None:
 
 @contextmanager
 def opened(path: Path) -> Iterator[BinaryIO]:
-    """The bytes of a text file, unpacked; damage in the packing is a DataError, and so is what is no text."""
+    """The bytes of a text file, decompressed; DataError if its compression is damaged or it is not text."""
     try:
         with PACKED.get(path.suffix.lower(), open)(path, "rb") as file:
             _check_text(path, file.peek(PEEK)[:PEEK])
@@ -70,7 +70,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 
 def undecodable(error: UnicodeDecodeError, *, path: Path, line: int) -> DataError:
-    """Says which byte, on which line, is not UTF-8."""
+    """An error that says which byte, on which line, is not UTF-8."""
     utf16 = error.object[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
     hint = " (UTF-16 by its first bytes)" if utf16 else ""
     line += error.object[: error.start].count(b"\n")
@@ -79,19 +79,19 @@ def undecodable(error: UnicodeDecodeError, *, path: Path, line: int) -> DataErro
 
 
 def lines(path: Path, bad: BadRows) -> Iterator[tuple[int, str]]:
-    """The numbered lines of a file, without their ends."""
+    """The numbered lines of a file, without line ends."""
     with opened(path) as file:
         for number, raw in enumerate(file, 1):
             try:
                 line = raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 bad(undecodable(error, path=path, line=number))
-                line = ""  # as a blank line; the numbers of those that follow stay
+                line = ""  # becomes a blank line, so that later lines keep their numbers
             yield number, line.rstrip("\r\n")
 
 
 def pieces(path: Path) -> Iterator[str]:
-    """The text of a file in pieces: `PIECE` bytes and the rest of the line, up to another `PIECE`."""
+    """The text of a file in pieces: `PIECE` bytes plus the rest of the line, up to another `PIECE`."""
     decoder, line = codecs.getincrementaldecoder("utf-8-sig")(), 1
     with opened(path) as file:
         try:

@@ -13,7 +13,7 @@ from .table import Arrays
 
 
 def _task(name: str, draw: Callable[..., Arrays], salt: int, settings: dict[str, Any], **fields: Any) -> Task:
-    """The task over `draw(rng, size)` of every split, each with a seed of its own."""
+    """The task over `draw(rng, size)` for each split, each with its own seed."""
     sets: dict[str, Any] = {}
     for n, (split, size) in enumerate(zip(SPLITS, settings["examples"], strict=True)):
         sets[split] = draw(np.random.default_rng((settings["seed"], salt, n)), size)
@@ -25,10 +25,10 @@ def _task(name: str, draw: Callable[..., Arrays], salt: int, settings: dict[str,
 
 
 def _distinct(rng: np.random.Generator, low: int, high: int, shape: tuple[int, int]) -> np.ndarray:
-    """Rows of different numbers in [low, high): rows with a repetition are drawn again."""
+    """Rows of distinct numbers in [low, high); rows with a repetition are redrawn."""
     drawn = rng.integers(low, high, shape)
     while len(bad := np.flatnonzero((np.diff(np.sort(drawn, 1), axis=1) == 0).any(1))):
-        if shape[1] > (high - low) // 8:  # many in few: shuffle instead, drawing again would take for ever
+        if shape[1] > (high - low) // 8:  # many of few: shuffle, as redrawing would take for ever
             drawn[bad] = low + rng.random((len(bad), high - low)).argsort(1)[:, : shape[1]]
         else:
             drawn[bad] = rng.integers(low, high, (len(bad), shape[1]))
@@ -45,19 +45,19 @@ def associations(
     power: float,
     blank: bool,
 ) -> Arrays:
-    """`size` rows: keys and values in turn, then every key once more, after which its value is asked for.
+    """`size` rows: keys and values alternate, then every key comes once more, its value to be predicted.
 
         key value key value ...   .  .  key  .  .  .  key  .        labels only where a value is due
 
-    Distances to the second mention follow a power law, as bigrams do in text. What lies between is random,
-    or `blank`.
+    Distances to the second mention follow a power law, as for bigrams in text. The rest is random, or zeros
+    if `blank`.
     """
     keys = _distinct(rng, 1, vocabulary // 2, (size, pairs))
     values = _distinct(rng, vocabulary // 2, vocabulary, (size, pairs))
     context = 2 * pairs
-    room = (length - context) // 2  # places for a key and the value that is due after it
+    room = (length - context) // 2  # places for a key and the value after it
     weight = np.arange(1, room + 1) ** (power - 1.0)
-    # The largest of log-weight + Gumbel noise: weighted sampling without replacement.
+    # The top `pairs` of log-weight + Gumbel noise: weighted sampling without replacement.
     place = np.argsort(-(np.log(weight) + rng.gumbel(size=(size, room))), 1)[:, :pairs]
     query = context + 2 * place
     inputs = np.zeros((size, length), np.int64) if blank else rng.integers(0, vocabulary, (size, length))
@@ -78,7 +78,7 @@ def recall(
     examples: Sequence[int] = (100_000, 3_000, 3_000),
     seed: int = 0,
 ) -> Task:
-    """Multi-query associative recall (Arora et al. 2023, Zoology); `pairs` None: an eighth of `length`."""
+    """Multi-query associative recall (Arora et al. 2023, Zoology); by default `pairs` is `length // 8`."""
     pairs = length // 8 if pairs is None else pairs
     if length % 2 or pairs < 1 or 4 * pairs > length:
         raise ValueError(f"length must be even and at least 4 * pairs; got length={length}, pairs={pairs}")
@@ -93,7 +93,7 @@ def recall(
 def copy(
     *, length: int = 32, symbols: int = 16, examples: Sequence[int] = (20_000, 500, 500), seed: int = 0
 ) -> Task:
-    """Toy: random symbols, a separator, the same symbols again, which are asked for. `length` counts all."""
+    """Toy: random symbols, a separator, then the same symbols to be predicted. `length` counts all."""
     if length < 4 or length % 2:
         raise ValueError(f"length must be even and at least 4; got {length}")
     half, size = length // 2 - 1, Special.count + symbols
@@ -110,7 +110,7 @@ def copy(
 def reverse(
     *, length: int = 16, symbols: int = 16, examples: Sequence[int] = (20_000, 500, 500), seed: int = 0
 ) -> Task:
-    """Toy: `length` random symbols, to be written in reverse: cross attention must carry them."""
+    """Toy: `length` random symbols, to be written in reverse; cross attention must carry them."""
     size = Special.count + symbols
 
     def draw(rng: np.random.Generator, count: int) -> Arrays:

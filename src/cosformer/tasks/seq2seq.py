@@ -17,7 +17,7 @@ TARGET = ("target", "tgt", "output")
 
 
 def ended(row: dict[str, Any], *, length: int, target_length: int, eos: int) -> dict[str, Any]:
-    """A row as a model gets it: both sides cut, with the end token."""
+    """A row as model input: both sides cut, with the end token."""
     end = torch.tensor([eos])
     source, target = row["source"][: length - 1], row["target"][: target_length - 1]
     return {"input_ids": torch.cat([source, end]), "labels": torch.cat([target, end])}

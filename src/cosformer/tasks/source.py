@@ -1,8 +1,8 @@
 """The records of what a user points at, in splits: CSV, TSV, JSONL, folders of these, saved datasets.
 
-Everything streams, and whatever is wrong is said with file and line. TSV has no quoting, as GLUE, IMDB and
-Long-Range Arena publish it; CSV has the usual one. The standard csv and json modules parse, because they know
-the line they are on. The parsers behind Hugging Face's datasets do not, and read NA, or a short row, as None.
+Everything streams, and every error names file and line. TSV has no quoting, as GLUE, IMDB and Long-Range
+Arena publish it; CSV has the usual quoting. The standard csv and json modules parse, because they know which
+line they are on; the parsers behind Hugging Face's datasets do not, and read NA, or a short row, as None.
 """
 
 import csv
@@ -35,7 +35,7 @@ Used = TypeVar("Used")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One record and where it stands."""
+    """One record and its place in a file."""
 
     path: Path
     line: int
@@ -63,7 +63,7 @@ class Row:
 
 
 def _found(names: Collection[str], argument: str) -> str:
-    """What a table has instead of the column looked for, and what a user may do about it."""
+    """What a table has instead of the missing column, and what the user can do about it."""
     first = next(iter(names), "")
     if len(names) == 1 and (mark := next((mark for mark in ";|\t" if mark in first), None)):
         return f"the header {shown(first)} has no comma but {mark!r}: save the table with commas, or as .tsv"
@@ -90,7 +90,7 @@ def locate(data: Any) -> Path:
 
 
 def standard_library() -> list[Path]:
-    """The Python standard library's source, without its tests and what the build left in _*.py."""
+    """The Python standard library's source, without its tests and _*.py, where builds leave files."""
     home = Path(sysconfig.get_paths()["stdlib"])
     named = (p for p in home.rglob("[!_]*.py") if not NOT_LIBRARY & set(p.relative_to(home).parts))
     found = sorted(p for p in named if p.stat().st_size)
@@ -101,10 +101,11 @@ def standard_library() -> list[Path]:
 
 
 def files(data: Any) -> dict[str, list[Path]]:
-    """The files of each split, by words in their names (`train.txt`, `x_val.tsv`, `test/...`), or of "all".
+    """The files of each split, by words in their names (`train.txt`, `x_val.tsv`, `test/...`).
 
-    Hidden files are left out, and so are files that name no split when others do. A folder called as a split
-    has all that is in it. Without data it is the standard library.
+    If none is named train, all are in "all". Hidden files are left out, and so are files that name no split
+    when others do. A folder named after a split decides for all files in it. Without data: the standard
+    library.
     """
     if data is None:
         return {"all": standard_library()}
@@ -126,7 +127,7 @@ def files(data: Any) -> dict[str, list[Path]]:
 
 
 def _splits_of(name: Path) -> list[str]:
-    """The splits that a file's name speaks of; a folder's name decides."""
+    """The splits a file's name mentions; a folder's name takes precedence."""
     folders = {folder.lower() for folder in name.parts[:-1]}
     if inside := [split for split in SPLITS if folders & SPLIT_WORDS[split]]:
         return inside[:1]
@@ -146,7 +147,7 @@ def _csv(path: Path, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
             record = next(reader, None)
         except csv.Error as error:
             record = []
-            for line in range(start, reader.line_num + 1):  # an open quote takes many lines with it
+            for line in range(start, reader.line_num + 1):  # an open quote swallows many lines
                 bad(DataError(f"not CSV: {error}", path=path, line=line))
         if record is None:
             return
@@ -198,7 +199,7 @@ def rows(path: Path, *, columns: Sequence[str] | None = None, bad: BadRows) -> I
 
 
 def saved(path: Path) -> dict[str, Iterable[Row]]:
-    """The splits of a folder that `save_to_disk` made, under our names; a row's number is its line."""
+    """The splits of a `save_to_disk` folder, under our names; a row's number stands for its line."""
     import datasets
 
     loaded = datasets.load_from_disk(str(path))
@@ -211,10 +212,10 @@ def saved(path: Path) -> dict[str, Iterable[Row]]:
 
 
 class Holdout:
-    """Which split the n-th record of a part goes to, where the data does not name all splits.
+    """Assigns the n-th record of a part to a split where the data does not name all splits.
 
-    One in every `1 / share` records is held out for validation, one for test: exact in every block of so
-    many, random within it, and no count is needed beforehand. Without a share every part keeps its own.
+    Every block of `1 / share` records gives one to validation and one to test, at random places in it, so no
+    total is needed beforehand. Without a share every part keeps its own records.
     """
 
     def __init__(self, parts: Iterable[str], *, share: float | None, seed: int):
@@ -238,19 +239,19 @@ class Holdout:
 
 @dataclass(kw_only=True)
 class Source:
-    """What a user points at, and how its records are read; they are `generated` where there is no data."""
+    """What a user points at, and how its records are read; without data they are `generated`."""
 
     data: Any
     seed: int = 0
-    holdout: float | None = None  # share held out where the data does not name all splits; None: nothing is
-    columns: Sequence[str] | None = None  # of a file without a header
+    holdout: float | None = None  # share held out for each split the data does not name; None: no holdout
+    columns: Sequence[str] | None = None  # names the fields of a file without a header
     skip_bad_rows: int = 0
     cache: Any = None
     generated: Callable[..., Iterator[tuple[str, Row]]] | None = None
-    bad: BadRows = field(default_factory=BadRows, init=False)  # of the last reading
+    bad: BadRows = field(default_factory=BadRows, init=False)  # of the last `each`
 
     def content(self) -> str:
-        """What the data is, wherever it lies: every file's split, form and content; or how it is made."""
+        """A hash of the data, wherever it lies: every file's split, form and content; or how it is made."""
         if self.data is None and self.generated is not None:
             return hashed(self.generated.__name__, self.seed)
         if is_saved_dataset(self.data):
@@ -266,7 +267,7 @@ class Source:
         return {"content": self.content(), "seed": self.seed, **how}
 
     def each(self, use: Callable[[Row], Used]) -> Iterator[tuple[str, Used]]:
-        """`use(row)` of every record, read anew, with its split; a record that it refuses is a bad one."""
+        """(split, `use(row)`) of every record, read anew; a record is bad if `use` raises DataError."""
         self.bad = BadRows(self.skip_bad_rows)
         for split, row in self._rows():
             try:

@@ -1,7 +1,7 @@
 """Rows on disk, memory-mapped: columns of numbers and of arrays of any length, appended and read at random.
 
-A split is a folder. A column is the file `column.dtype`, all its rows end to end; where each array of it ends
-is in `column.ends.int64`. (A row is had thirty times faster than from a Hugging Face dataset on disk.)
+A split is a folder. A column is the file `column.dtype`, all its rows end to end; `column.ends.int64` says
+where each array ends. (Reading a row is thirty times faster than from a Hugging Face dataset on disk.)
 """
 
 import json
@@ -20,16 +20,16 @@ from .contract import SPLITS, DataError, Rows
 
 
 def write(folder: Path, rows: Iterable[tuple], *, dtype: str) -> Counter[str]:
-    """Writes rows, (split, columns) each, to a folder, arrays as one `dtype`; how many each split has.
+    """Writes rows, each (split, columns), to a folder, arrays as `dtype`; returns each split's row count.
 
-    After (split, columns, False) the next goes on where it stops: a row need not fit in memory.
+    (split, columns, False) is a row that the next item continues: a row need not fit in memory.
     """
     count: Counter[str] = Counter()
     files: dict[str, BinaryIO] = {}
     with ExitStack() as opened:
 
         def append(name: str, value: Any) -> np.int64:
-            """How many values the file has then."""
+            """Returns how many values the file then has."""
             if name not in files:
                 files[name] = opened.enter_context(open(folder / name, "wb"))
             files[name].write(value.tobytes())
@@ -63,7 +63,7 @@ class Table(Rows):
         self._arrays = [name.removesuffix(".ends") for name in self._columns if name.endswith(".ends")]
         self._numbers = [c for c in self._columns if "." not in c and c not in self._arrays]
 
-    def __reduce__(self):  # a pickled memmap is a copy of the file; a worker process maps it again instead
+    def __reduce__(self):  # pickling a memmap copies the file; a worker process maps it again instead
         return Table, (self.folder,)
 
     def __len__(self) -> int:
@@ -92,7 +92,7 @@ class Table(Rows):
 
 
 class Arrays(Rows):
-    """Rows in memory, for generated sets that are small: arrays of equal length, indexed together."""
+    """Rows in memory, for small generated sets: arrays of equal length, indexed together."""
 
     def __init__(self, **columns: np.ndarray):
         self.columns = columns
@@ -106,7 +106,7 @@ class Arrays(Rows):
 
 
 class Mapped(Rows):
-    """Another set's rows, or numbers, each through a function."""
+    """A function of each row of another set, or of each number of a range."""
 
     def __init__(self, inner: Rows | range, function: Callable[[Any], dict[str, Any]]):
         self.inner, self.function = inner, function
@@ -128,9 +128,9 @@ def stored(
     facts: dict[str, Any] | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """The tables of `rows()`, as `write` takes them, written now or before for these settings.
+    """The tables of `rows()` (see `write`), written now unless cached for these settings.
 
-    What `rows` puts into `facts` is kept with them, and is there afterwards in any case.
+    What `rows` puts into `facts` is stored with them, so `facts` is filled from the cache, too.
     """
     facts = {} if facts is None else facts
 

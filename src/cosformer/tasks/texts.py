@@ -11,25 +11,25 @@ from .source import Row, Source
 from .table import Table, stored
 from .tokens import encoder
 
-Columns = tuple[str | None, Sequence[str]]  # the one asked for, the usual names
+Columns = tuple[str | None, Sequence[str]]  # (column asked for, usual names)
 BATCH = 1024  # texts tokenised at once, on as many cores as there are
-HELD, LONGEST = 95, 1024  # percent of the training texts that a length not asked for holds whole; its limit
+HELD, LONGEST = 95, 1024  # the default length holds this percentage of training texts whole; its limit
 
 
 class Prepared:
-    """Abstract: a source's texts, of which a subclass gives those to train a vocabulary on."""
+    """Abstract: a source's texts and their vocabulary; a subclass gives the texts it is trained on."""
 
     def __init__(self, source: Source, tokenizer: str, chosen: Mapping[str, Any] | None = None):
         self.source, self.key = source, {**source.key(), **(chosen or {})}  # all that the texts depend on
         self.encoder = encoder(tokenizer, texts=self.training, key=self.key, cache=source.cache)
         self.settings = {"tokenizer": tokenizer, **self.key}
-        self.facts: dict[str, Any] = {}  # kept with the tables
+        self.facts: dict[str, Any] = {}  # stored with the tables
 
     def training(self) -> Iterator[str]:
         raise NotImplementedError
 
     def stored(self, name: str, rows: Callable[[], Iterable[tuple]], **settings: Any) -> dict[str, Table]:
-        """Tables of `rows()`; the facts say what is left out; see table.stored."""
+        """Tables of `rows()` (see table.stored); `facts` also notes the rows left out."""
 
         def noted() -> Iterator[tuple]:
             yield from rows()
@@ -50,7 +50,7 @@ class Prepared:
         notes: Iterable[str] = (),
         **fields: Any,
     ) -> Task:
-        """The task over these texts; its saved tokenizer writes them as `single` and `pair` say."""
+        """The task over these texts; `single` and `pair` are its tokenizer's templates (Encoder.fields)."""
         return Task(
             name=name,
             collate=Collate(self.encoder.special.pad, packed=packed),
@@ -63,7 +63,7 @@ class Prepared:
 
 
 class Texts(Prepared):
-    """A table's records with their texts by role; `roles` says in which column each text is."""
+    """A table's records with their texts by role; `roles` says which column holds each text."""
 
     def __init__(self, source: Source, *, roles: Mapping[str, Columns], tokenizer: str):
         self.roles = roles
@@ -78,7 +78,7 @@ class Texts(Prepared):
         return (text for split, texts in rows if split == "train" for text in texts.values())
 
     def encoded(self, rows: Iterable[tuple[str, dict[str, Any]]]) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Rows with their texts as tokens, whole."""
+        """Rows with their texts as tokens, uncut."""
         left = iter(rows)
         while batch := list(itertools.islice(left, BATCH)):
             ids = iter(self.encoder.encode([row[role] for _, row in batch for role in self.roles]))
@@ -87,7 +87,7 @@ class Texts(Prepared):
 
 
 def length_for(needed: np.ndarray, asked: int | None, *, setting: str = "--length") -> tuple[int, list[str]]:
-    """The length asked for, or one that holds most of the training texts; and what to tell a user of it."""
+    """The length asked for, or one that holds most training texts; and what to tell the user about it."""
     held = max(8, -(-int(np.percentile(needed, HELD)) // 8) * 8)
     length = asked or min(held, LONGEST)
     notes = []

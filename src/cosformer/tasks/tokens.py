@@ -12,10 +12,10 @@ from .cache import hashed, prepared
 from .contract import DataError, Special
 
 BYTES = 256
-LEAST = Special.count + BYTES  # entries of a vocabulary: it can write anything
-ENOUGH = 1 << 26  # bytes of text to train a vocabulary on
-SPELLED = 24  # bytes of a text, on the mean, up to which it is spelled: words, names, dates
-BYTES_AN_ENTRY = 512  # of text to train on, that a vocabulary has one more entry
+LEAST = Special.count + BYTES  # smallest vocabulary: with all bytes it can write anything
+ENOUGH = 1 << 26  # bytes of text that suffice to train a vocabulary
+SPELLED = 24  # mean bytes per text up to which texts are spelled in bytes: words, names, dates
+BYTES_AN_ENTRY = 512  # bytes of training text per entry of a vocabulary
 FEWEST, MOST = 512, 8192  # entries
 
 
@@ -28,7 +28,7 @@ def byte_characters() -> list[str]:
 
 
 class Encoder:
-    """A tokenizer with the special ids it needs, and what the tasks ask of a vocabulary."""
+    """A tokenizer with all special ids, and what tasks need to know of its vocabulary."""
 
     def __init__(self, tokenizer: Any, *, is_bytes: bool = False, notes: tuple[str, ...] = ()):
         self.tokenizer, self.is_bytes, self.notes = tokenizer, is_bytes, notes
@@ -52,17 +52,17 @@ class Encoder:
         self._backend.no_padding()
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """Each text's ids, nothing added."""
+        """Each text's ids, without special tokens."""
         if self.is_bytes:  # the same ids as the tokenizer's, a hundred times faster
             return [np.frombuffer(x.encode(), np.uint8) + np.uint16(Special.count) for x in texts]
         found = self._backend.encode_batch_fast(texts, add_special_tokens=False)
         return [np.array(x.ids, np.uint32) for x in found]
 
     def fields(self, content: str, length: int, *, single: str, pair: str = "$A $B") -> dict[str, Any]:
-        """What a task over this content has from its vocabulary.
+        """The fields of a task over this content that come from its vocabulary.
 
-        The tokenizer, which is saved beside the model, will cut texts to `length` and add what training adds:
-        `single` and `pair` say it with $A, $B and the roles of `Special`.
+        The tokenizer, saved beside the model, will cut texts to `length` and add the special tokens of
+        training: `single` and `pair` are templates of $A, $B and the roles of `Special`.
         """
         from tokenizers.processors import TemplateProcessing
 
@@ -81,7 +81,7 @@ class Encoder:
         return np.setdiff1d(np.arange(self.size), self.tokenizer.all_special_ids)
 
     def vocabulary(self) -> str:
-        """All that encoding depends on."""
+        """All that encoding depends on, as JSON."""
         return self._backend.to_str()
 
     def _strings(self) -> list[str]:
@@ -109,7 +109,7 @@ class Encoder:
             if level:
                 inside = [byte.get(c, 32) >= 128 or chr(byte.get(c, 32)).isalnum() for c in token]
                 left[index], right[index] = inside[0], inside[-1]
-            else:  # WordPiece marks what continues with ##, SentencePiece what begins with a low line
+            else:  # WordPiece marks continuations with ##, SentencePiece word beginnings with a low line
                 left[index] = token.startswith("##") if wordpiece else token[0].isalnum()
                 right[index] = token[-1].isalnum()
         return left, right
@@ -148,7 +148,7 @@ def _train(texts: Iterable[str], size: int) -> Any:
 
 
 def _enough(texts: Iterable[str]) -> Iterator[str]:
-    """The first `ENOUGH` bytes of texts."""
+    """The first texts, until they have `ENOUGH` bytes."""
     size = 0
     for text in texts:
         yield text
@@ -158,7 +158,7 @@ def _enough(texts: Iterable[str]) -> Iterator[str]:
 
 
 def sensible_size(texts: Iterable[str]) -> int:
-    """Entries of a vocabulary for these texts: the more text, the more; bytes only for what is spelled."""
+    """A vocabulary size for these texts: more text, more entries; bytes only where texts are spelled."""
     sizes = [len(text.encode()) for text in texts]
     if sum(sizes) <= SPELLED * len(sizes):
         return LEAST
@@ -168,7 +168,7 @@ def sensible_size(texts: Iterable[str]) -> int:
 def encoder(
     tokenizer: str, *, texts: Callable[[], Iterable[str]] = tuple, key: Any = None, cache: Any = None
 ) -> Encoder:
-    """The encoder named: "bytes", "bpe" or "bpe:SIZE" trained on `texts()` (cached under `key`), or a path.
+    """An encoder: "bytes", "bpe" or "bpe:SIZE" trained on `texts()` (cached under `key`), or a path.
 
     A path is a folder that transformers can read, a tokenizer.json, or a folder with a bare vocabulary:
     vocab.json and merges.txt (GPT-2's form) or vocab.txt (BERT's).
@@ -181,7 +181,7 @@ def encoder(
             return Encoder(_from_path(Path(tokenizer).expanduser()))
         except DataError:
             raise
-        except Exception as error:  # of a damaged file tokenizers raises just that
+        except Exception as error:  # tokenizers raises a bare Exception for a damaged file
             raise DataError(f"tokenizer={tokenizer!r} cannot be read: {error}") from error
     if tokenizer != "bpe" and not (size.isdigit() and int(size) >= LEAST):
         raise ValueError(f"tokenizer='bpe:SIZE' needs a SIZE of at least {LEAST}; got {tokenizer!r}")

@@ -11,12 +11,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-BEAT = 1.0  # seconds
-LOST = 5.0  # without a beat
+BEAT = 1.0  # seconds between signs of life
+LOST = 5.0  # seconds without one
 
 
 class Lost(RuntimeError):
-    """Processes of the run that do not answer; `first`: this one is the first of those that do."""
+    """Processes of the run do not answer; `first`: this one has the lowest rank of those that do."""
 
     def __init__(self, said: str, *, first: bool):
         super().__init__(said)
@@ -25,12 +25,12 @@ class Lost(RuntimeError):
 
 @contextmanager
 def watched() -> Iterator[None]:
-    """Where processes exchange something within it and one does not answer: `Lost`, with its rank."""
+    """Raises `Lost`, which names ranks, if a collective within it fails as a process does not answer."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         yield
         return
     main: Any = dist.distributed_c10d._get_default_store()
-    store = dist.PrefixStore("cosformer-alive", main.clone())  # another connection: the main one may wait
+    store = dist.PrefixStore("cosformer-alive", main.clone())  # its own connection: the main one may block
     store.set_timeout(timedelta(seconds=LOST))
     done = threading.Event()
     thread = threading.Thread(target=beat, args=(store, dist.get_rank(), done), daemon=True)
@@ -45,7 +45,7 @@ def watched() -> Iterator[None]:
             lost, said = blame(store)
         said = f"{said} ({text.splitlines()[0][:200]})"
         first = dist.get_rank() == min(set(range(dist.get_world_size())) - {*lost} | {dist.get_rank()})
-        if 0 in lost and first:  # which else would speak for all
+        if 0 in lost and first:  # it would speak for all otherwise
             print(said, file=sys.stderr, flush=True)
         raise Lost(said, first=first) from error
     finally:
@@ -62,14 +62,14 @@ def beat(store: dist.Store, rank: int, done: threading.Event) -> None:
         count += 1
         try:
             store.set(str(rank), str(count))
-        except RuntimeError:  # the process that keeps the store is gone
+        except RuntimeError:  # the process that hosts the store is gone
             return
 
 
 @contextmanager
 def undisturbed() -> Iterator[None]:
-    """torchrun tells the others to end as soon as one has died, which must not keep them from naming it."""
-    if threading.current_thread() is not threading.main_thread():  # only there can signals be handled
+    """Ignores SIGINT and SIGTERM: once a process dies torchrun ends the others, but they must name it."""
+    if threading.current_thread() is not threading.main_thread():  # only there can signal handlers be set
         yield
         return
     before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
@@ -81,7 +81,7 @@ def undisturbed() -> Iterator[None]:
 
 
 def blame(store: dist.Store) -> tuple[list[int], str]:
-    """Who shows no life for a while; a process that waits for one that died still beats."""
+    """Ranks without a beat for `LOST` seconds, and a message; a process that waits for a dead one beats."""
     ranks = range(dist.get_world_size())
     try:
         before = [count(store, rank) for rank in ranks]

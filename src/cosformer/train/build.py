@@ -24,12 +24,12 @@ from .progress import OWN
 from .settings import DEFAULTS, Run, SettingsError
 from .trainer import Trainer
 
-LEAST = 100  # examples that the last scores are taken on, if there are so many
+LEAST = 100  # examples of the final scores at least, if there are so many
 
 
 @contextmanager
 def refused(errors: Any, what: str) -> Iterator[None]:
-    """What a setting made others raise, as a SettingsError that names it."""
+    """Turns `errors` raised by others into a SettingsError that names the setting."""
     try:
         yield
     except (SettingsError, tasks.DataError):
@@ -39,7 +39,7 @@ def refused(errors: Any, what: str) -> Iterator[None]:
 
 
 def build_task(run: Run, *, model: str | None = None) -> tasks.Task:
-    """The run's task; a saved model reads its own tokens, up to its positions, unless told otherwise."""
+    """The run's task; a saved model keeps its own tokenizer and length unless told otherwise."""
     chosen, saved = dict(run.task_settings), Path(model or run.start or "")
     if (fault := damage(saved, model=True)) is not None:
         way = "another checkpoint of the run may be whole; train --resume makes a finished model again"
@@ -48,7 +48,7 @@ def build_task(run: Run, *, model: str | None = None) -> tasks.Task:
         accepted = tasks.settings(run.task)
         if "tokenizer" in accepted and (saved / "tokenizer.json").exists():
             chosen.setdefault("tokenizer", str(saved))
-        if accepted.get("length", 0) is None:  # or it would be taken from the data
+        if accepted.get("length", 0) is None:  # else it would be taken from the data
             with refused(OSError, f"model {saved}"):
                 config = AutoConfig.from_pretrained(saved, local_files_only=True)
             chosen.setdefault("length", config.max_position_embeddings)
@@ -118,10 +118,11 @@ def build_trainer(
 
 
 def while_training(trainer: Trainer) -> int:
-    """Examples of an evaluation while training: a sixth of those trained on between two of them.
+    """Examples per evaluation while training: a sixth of those trained on between two evaluations.
 
-    With its metrics one takes less than half of the time of one trained on, so all of them take less than a
-    tenth. The number comes from the settings, not from a clock: a run done again, or resumed, has the same.
+    Evaluating an example, metrics included, takes less than half as long as training on it, so evaluations
+    take less than a tenth of the time. The number comes from the settings, not from a clock: it is the same
+    when a run is repeated or resumed.
     """
     args, batch = trainer.args, trainer.get_total_train_batch_size(trainer.args)
     every = args.eval_steps if args.eval_strategy == "steps" else steps_of(trainer) / args.num_train_epochs
@@ -130,14 +131,14 @@ def while_training(trainer: Trainer) -> int:
 
 
 def at_end(trainer: Trainer) -> int:
-    """Examples of the last scores, of each set: an eighth of those trained on, so that they take a tenth of
-    the time; sets that are smaller, as most are after a run of some length, are scored whole.
+    """Examples of each set for the final scores: an eighth of those trained on, so that scoring takes a tenth
+    of the time; smaller sets, as most are after a run of some length, are scored whole.
     """
     return max(LEAST, steps_of(trainer) * trainer.get_total_train_batch_size(trainer.args) // 8)
 
 
 def steps_of(trainer: Trainer) -> int:
-    """How many steps a run takes."""
+    """The number of steps of a run."""
     args = trainer.args
     if args.max_steps > 0:
         return args.max_steps
@@ -145,10 +146,10 @@ def steps_of(trainer: Trainer) -> int:
 
 
 def arguments(run: Run, task: tasks.Task) -> dict[str, Any]:
-    """The arguments of transformers: those given, and for the rest what suits the task and this machine."""
+    """transformers' training arguments: those given, and defaults that suit the task and this machine."""
     given = DEFAULTS | {"per_device_train_batch_size": run.batch(task)} | run.training
     if "num_train_epochs" in run.training and "max_steps" not in run.training:
-        given["max_steps"] = -1  # or our default would win
+        given["max_steps"] = -1  # else our default would win
     steps, batch = given["max_steps"], given["per_device_train_batch_size"]
     evaluates = given.setdefault("eval_strategy", "steps")
     saves = given.setdefault("save_strategy", "steps" if evaluates == "no" else evaluates)
@@ -168,8 +169,8 @@ def arguments(run: Run, task: tasks.Task) -> dict[str, Any]:
         "dataloader_drop_last": len(task.train) >= rows,
         "ddp_find_unused_parameters": False,
         "disable_tqdm": True,
-        "logging_nan_inf_filter": False,  # a NaN is to be seen
-        "remove_unused_columns": False,  # collate knows what a model reads
+        "logging_nan_inf_filter": False,  # log NaN as it is
+        "remove_unused_columns": False,  # collate returns only what a model reads
         "include_num_input_tokens_seen": "all",
         "dataloader_pin_memory": on_gpu,
         "report_to": ["tensorboard"] if importlib.util.find_spec("tensorboard") else [],
@@ -179,10 +180,10 @@ def arguments(run: Run, task: tasks.Task) -> dict[str, Any]:
 
 
 def fitting(every: float, save: float | None) -> float:
-    """Steps between evaluations, about `every`, such that each save falls on one, as the best model needs."""
-    if save is None or save <= 0:  # 0: none is saved
+    """Steps between evaluations, about `every`, so that every save falls on one, as the best model needs."""
+    if save is None or save <= 0:  # 0: never saved
         return every
-    if every < 1 or save != int(save):  # a share of all steps
+    if every < 1 or save != int(save):  # a fraction of all steps
         return save
     return next((steps for steps in range(int(every), int(save)) if save % steps == 0), save)
 
@@ -195,7 +196,7 @@ def part(dataset: Rows, count: int | None) -> Dataset:
 
 
 def scores(trainer: Trainer, task: tasks.Task, split: str, *, examples: int | None) -> dict[str, float]:
-    """The scores of the trainer's model on a split; of one that writes, by words and as it writes."""
+    """The scores of the trainer's model on a split; for seq2seq with teacher forcing and with generation."""
     dataset = part(getattr(task, split), examples)
     found: dict[str, float] = {}
     trainer.args.generation_max_length = task.max_target_length

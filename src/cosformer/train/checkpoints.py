@@ -8,7 +8,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR, sort_checkpoints
 
 from ..seal import damage, is_sealed
 
-ASIDE = "damaged-"  # before the name of a checkpoint that is not gone on from
+ASIDE = "damaged-"  # prefix of a damaged checkpoint's new name
 
 
 def checkpoint_of(out: str | Path, step: int) -> Path:
@@ -16,18 +16,18 @@ def checkpoint_of(out: str | Path, step: int) -> Path:
 
 
 def checkpoints(out: str | Path) -> list[Path]:
-    """Every checkpoint of a run, whole or not, the newest first; a folder called otherwise is the user's."""
+    """Every checkpoint of a run, whole or not, newest first; folders with other names are the user's."""
     found = map(Path, reversed(sort_checkpoints(str(out))))
     return [path for path in found if path.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-").isdigit()]
 
 
 def last_checkpoint(out: str | Path) -> Path | None:
-    """The newest that was finished; whether it still is whole is not looked at."""
+    """The newest finished checkpoint; not checked for damage."""
     return next(filter(is_sealed, checkpoints(out)), None)
 
 
 def newest_whole(out: str | Path) -> tuple[Path | None, dict[Path, str]]:
-    """The checkpoint to go on from, and what is wrong with each newer one."""
+    """The checkpoint to resume from, and what is wrong with each newer one."""
     wrong: dict[Path, str] = {}
     for checkpoint in checkpoints(out):
         fault = damage(checkpoint) if is_sealed(checkpoint) else "it was never finished"
@@ -39,15 +39,15 @@ def newest_whole(out: str | Path) -> tuple[Path | None, dict[Path, str]]:
 
 
 def damage_of_best(checkpoint: Path) -> str | None:
-    """What is wrong with the best so far, which a run ends with; one deleted for a better one is not missed:
-    the better one comes again."""
+    """What is wrong with the best checkpoint until then, which a run may end with; None if it was deleted for
+    a better one: resuming finds that one again."""
     best = json.loads((checkpoint / "trainer_state.json").read_text())["best_global_step"]
     fault = None if best is None else damage(checkpoint_of(checkpoint.parent, best))
     return fault and f"of the best until then, {PREFIX_CHECKPOINT_DIR}-{best}, {fault}"
 
 
 def put_aside(wrong: dict[Path, str]) -> list[str]:
-    """Delete what was half written and rename what was damaged since; a line on each."""
+    """Delete half-written checkpoints and rename damaged ones; returns a line about each."""
     told = []
     for checkpoint, fault in wrong.items():
         aside = checkpoint.with_name(ASIDE + checkpoint.name)

@@ -28,7 +28,7 @@ THEIRS = (
     "Every argument of transformers' Seq2SeqTrainingArguments is taken, too: --max_steps 500 "
     "--learning_rate 3e-4 --per_device_train_batch_size 16 --gradient_accumulation_steps 4 --bf16 ..."
 )
-# Those of them that mean something where nothing is trained.
+# Those of them that matter when nothing is trained.
 SCORING = ("per_device_eval_batch_size", "eval_accumulation_steps", "generation_num_beams",
            "dataloader_num_workers", "bf16", "bf16_full_eval", "fp16", "fp16_full_eval", "tf32",
            "torch_compile", "use_cpu")  # fmt: skip
@@ -61,10 +61,10 @@ def evaluate(argv: list[str]) -> None:
     say(json.dumps(found) if given.json else lines, to=sys.stdout)
 
 
-# An argument is kept under the name of its setting: of `Run`, or, with a dot, of one of its tables.
+# An argument's dest is its setting: a field of `Run` or, with a dot, TABLE.KEY.
 # fmt: off
 def parser(prog: str, description: str) -> argparse.ArgumentParser:
-    """What all three take."""
+    """The arguments all three commands take."""
     none = argparse.SUPPRESS
     p = argparse.ArgumentParser(prog=prog, description=description, argument_default=none, allow_abbrev=False)
     add = p.add_argument
@@ -115,7 +115,7 @@ def train_parser() -> argparse.ArgumentParser:
 
 
 def parse(p: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespace, dict[str, Any]]:
-    """Our arguments, and transformers'. Theirs are taken out first: a value of theirs could be our task."""
+    """Our arguments, and transformers'. Theirs are parsed first: their values could pass for our task."""
     none = argparse.SUPPRESS
     options: dict[str, Any] = {"allow_abbrev": False, "add_help": False, "exit_on_error": False}
     theirs = HfArgumentParser(Seq2SeqTrainingArguments, argument_default=none, **options)
@@ -132,7 +132,7 @@ def parse(p: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespa
 
 
 def merge(given: argparse.Namespace, training: dict[str, Any], *, task: str | None = None) -> dict[str, Any]:
-    """The settings of a recipe, if any, under those of the command line; `task` if neither names one."""
+    """A recipe's settings, if any, overridden by the command line's; `task` if neither names one."""
     said = vars(given)
     found = read_recipe(said["recipe"]) if "recipe" in said else {}
     found |= {key: said[key] for key in (*KEYS, "task") if key in said}
@@ -156,7 +156,7 @@ def merge(given: argparse.Namespace, training: dict[str, Any], *, task: str | No
 
 
 def assigned(text: str) -> tuple[str, Any]:
-    """TABLE.KEY=VALUE as its place and value: a TOML value, or a bare word, which is a string."""
+    """TABLE.KEY=VALUE -> (TABLE.KEY, value): a TOML value, or else the bare text."""
     place, equals, value = text.partition("=")
     table, _, key = place.partition(".")
     if not (equals and key and table in TABLES):
@@ -169,13 +169,13 @@ def assigned(text: str) -> tuple[str, Any]:
 
 
 def run_of(model: Path) -> Run | None:
-    """The run that left a model or a checkpoint, if one did."""
+    """The run that left a model or a checkpoint, if any."""
     folder = model.parent if model.name.startswith("checkpoint-") else model
     return Run.load(folder / "run.json") if (folder / "run.json").exists() else None
 
 
 def saved_run(given: argparse.Namespace, training: dict[str, Any]) -> Run:
-    """The run a model comes from, with what the command line changes."""
+    """The run a model comes from, with the command line's changes."""
     if not (given.model / "config.json").exists():
         raise SettingsError(f"{given.model} holds no model (config.json)")
     if idle := [name for name in training if name not in SCORING]:
@@ -227,7 +227,7 @@ def remarks(result: dict[str, Any], out: str) -> list[str]:
 
 @contextmanager
 def one_line(prog: str) -> Iterator[None]:
-    """What stops a command, as one line of text and an exit code."""
+    """Turns what stops a command into one line of text and an exit code."""
     try:
         yield
     except (SettingsError, tasks.DataError, Stopped, Lost) as error:

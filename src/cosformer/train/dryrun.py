@@ -1,7 +1,7 @@
 """cosformer train --dry-run: is a recipe sound? Every shape at full size, then two small real steps.
 
-It needs neither the recipe's data nor its hardware: for what is not there, random text, rows or a new model
-stand in, and it says so. A model too large for this machine's memory has its shapes checked only.
+It needs neither the recipe's data nor its hardware: random text, random rows or a new model stand in for what
+is missing, and it says so. Of a model too large for this machine's memory it checks only the shapes.
 """
 
 import dataclasses
@@ -22,10 +22,10 @@ from . import models
 from .build import build_model, build_trainer, scores
 from .settings import DEFAULTS, Run, SettingsError
 
-EXAMPLES = (4, 2, 2)  # of each set, where they are made for the dry run
-VOCABULARY = 50_265  # RoBERTa's; assumed of a tokenizer that is not there
+EXAMPLES = (4, 2, 2)  # per split, where they are made for the dry run
+VOCABULARY = 50_265  # RoBERTa's; assumed for a missing tokenizer
 BYTES_A_PARAMETER = 16  # weight, gradient and AdamW's two moments, float32
-SMALL = {  # what becomes of a run's arguments for the real steps
+SMALL = {  # overrides a run's arguments for the real steps
     "max_steps": 2,
     "per_device_train_batch_size": 1,
     "per_device_eval_batch_size": 1,
@@ -40,7 +40,7 @@ SMALL = {  # what becomes of a run's arguments for the real steps
 
 
 def dry_run(run: Run, *, real: bool = True) -> None:
-    """Check a run and say what it would be; an error if it is not sound. Without `real`, shapes only."""
+    """Check a run and print what it would do; an error if it is not sound. Without `real`, shapes only."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             task, notes = build_task(run, Path(folder))
@@ -68,7 +68,7 @@ def check(run: Run, task: tasks.Task, start: str | None, *, real: bool) -> None:
 
 
 def check_shapes(run: Run, task: tasks.Task, start: str | None) -> int:
-    """One batch forward and backward without values, only shapes; the bytes two small steps would take."""
+    """One batch forward and backward on shapes alone; returns the bytes the real steps would take."""
     given, began = DEFAULTS | run.training, time.perf_counter()
     batch, accumulate = run.batch(task), given.get("gradient_accumulation_steps", 1)
     with torch.device("meta"):
@@ -91,7 +91,7 @@ def check_shapes(run: Run, task: tasks.Task, start: str | None) -> int:
 
 
 def shapes_of(task: tasks.Task, rows: int) -> dict[str, tuple[int, ...]]:
-    """The tokens and labels of a full batch."""
+    """The shapes of the tokens and labels of a full batch."""
     example = task.collate([task.train[0]])
     longest = dict.fromkeys((name for name in example if name.endswith("input_ids")), task.max_length)
     longest["labels"] = task.max_target_length or task.max_length
@@ -99,9 +99,9 @@ def shapes_of(task: tasks.Task, rows: int) -> dict[str, tuple[int, ...]]:
 
 
 def activations(model: Any, batch: dict[str, Tensor]) -> int:
-    """Bytes that a forward pass keeps for its backward pass, which is run, too; parameters not counted."""
+    """Bytes that a forward pass saves for backward, without parameters; runs backward, too."""
     own = {p.untyped_storage()._cdata for p in model.parameters()}
-    seen: dict[int, Tensor] = {}  # the tensors are held, so that no storage's address is used twice
+    seen: dict[int, Tensor] = {}  # holds the tensors, so that no storage's address is reused
 
     def note(x: Tensor) -> Tensor:
         if x.untyped_storage()._cdata not in own:
@@ -115,7 +115,7 @@ def activations(model: Any, batch: dict[str, Tensor]) -> int:
 
 
 def take_steps(run: Run, task: tasks.Task, start: str | None) -> None:
-    """Two training steps and an evaluation, for real, of one example at a time."""
+    """Two real training steps and an evaluation, one example at a time."""
     began = time.perf_counter()
     arguments = {key: run.training[key] for key in run.training if "fsdp" not in key and key != "deepspeed"}
     if not torch.cuda.is_available():  # many CPUs have half precision only in name
@@ -131,7 +131,7 @@ def take_steps(run: Run, task: tasks.Task, start: str | None) -> None:
 
 
 def build_task(run: Run, folder: Path) -> tuple[tasks.Task, list[str]]:
-    """The run's task, on stand-in data where its own is not there, and what had to stand in."""
+    """The run's task, on stand-in data where its own is missing, and notes on what stands in."""
     chosen, known, notes = dict(run.task_settings), tasks.settings(run.task), []
     data, tokenizer, entries = chosen.get("data"), chosen.get("tokenizer", "bytes"), None
     missing = data is not None and not Path(data).expanduser().exists()
@@ -158,7 +158,7 @@ def build_task(run: Run, folder: Path) -> tuple[tasks.Task, list[str]]:
 
 
 def write_data(folder: Path, run: Run) -> None:
-    """Random data that the run's task reads: text that fills its length, any column it may ask for."""
+    """Random data that the run's task can read: text that fills its length, in every column it may want."""
     folder.mkdir()
     rng, chosen = random.Random(0), run.task_settings
     if run.task == "image":

@@ -42,7 +42,7 @@ def config_of(
     fields: dict[str, Any] | None = None,
     start: str | None = None,
 ):
-    """The configuration: new, or that of a saved model to `start` from; `fields` are its own and win."""
+    """The config: new, or that of the saved model `start`; `fields` override it."""
     check_fields(task.kind, fields or {})
     if start is not None:
         own = label_fields(task) | (fields or {})
@@ -68,14 +68,14 @@ def config_of(
 
 
 def check_fields(kind: str, fields: Iterable[str]) -> None:
-    """transformers takes any field of a config, and one that is misspelt changes nothing."""
+    """Refuse unknown config fields: transformers takes any, and a misspelt one changes nothing."""
     config = CLASSES[kind].config_class()
     if unknown := [name for name in fields if not hasattr(config, name)]:
         raise ValueError(f"no field {unknown[0]!r}; see {type(config).__name__}")
 
 
 def label_fields(task: Task) -> dict[str, Any]:
-    """The fields of a config that name a task's classes."""
+    """The config fields that name a task's classes."""
     if task.num_labels is None:
         return {}
     named = {"id2label": dict(enumerate(task.labels)), "label2id": {x: i for i, x in enumerate(task.labels)}}
@@ -83,14 +83,14 @@ def label_fields(task: Task) -> dict[str, Any]:
 
 
 def build(task: Task, *, seed: int = 0, **chosen: Any) -> PreTrainedModel:
-    """A new model for the task, as `config_of` takes what is chosen, its weights drawn from `seed`."""
+    """A new model for the task, `config_of(task, **chosen)`, its weights drawn from `seed`."""
     config = config_of(task, **chosen)
     torch.manual_seed(seed)
     return CLASSES[task.kind](config)
 
 
 def load(directory: str, kind: str, **fields: Any) -> PreTrainedModel:
-    """The saved model of a directory, for tasks of `kind`; a head that it does not have is drawn anew."""
+    """The model saved in a directory, for tasks of `kind`; a head that it lacks is initialised."""
     return CLASSES[kind].from_pretrained(directory, local_files_only=True, **fields)
 
 
@@ -101,5 +101,5 @@ def labels_of(directory: str) -> list[str]:
 
 
 def parameters(model: PreTrainedModel) -> int:
-    """How many numbers training changes."""
+    """The number of trainable parameters."""
     return sum(p.numel() for p in model.parameters() if p.requires_grad)

@@ -1,7 +1,7 @@
 """The Trainer where processes share sequences: a mesh of data x sequence, batches cut, scores put together.
 
-Processes that stand together in the mesh's `sequence` dimension read the same rows, each its part of them.
-Gradients are averaged over all processes, by DDP or FSDP, as without; so is all that is saved.
+Processes along the mesh's `sequence` dimension read the same rows, each its part of them. DDP or FSDP
+averages gradients over all processes, and everything is saved, as without it.
 """
 
 import copy
@@ -24,7 +24,7 @@ from .sharded import Sharded
 
 
 class Parallel(Sharded):
-    """`processes` share a sequence; with 1 it is the Trainer as it was."""
+    """`sequence_parallel` processes share each sequence; with 1 nothing changes."""
 
     def __init__(self, *args: Any, sequence_parallel: int = 1, **kwargs: Any):
         self.processes, self.group = sequence_parallel, None
@@ -54,7 +54,7 @@ class Parallel(Sharded):
     def create_accelerator_and_postprocess(self) -> None:
         config = self.args.parallelism_config
         if config is None and os.environ.get("ACCELERATE_USE_PARALLELISM_CONFIG", "").lower() == "true":
-            config = ParallelismConfig()  # as `accelerate launch` says it
+            config = ParallelismConfig()  # from what `accelerate launch` sets
         try:
             refuse_sizes(config)
         except ValueError as error:
@@ -65,7 +65,7 @@ class Parallel(Sharded):
         return super().get_total_train_batch_size(args) // self.processes
 
     def _get_dataloader(self, *args: Any, **kwargs: Any):
-        """accelerate gives every process other rows; those of one sequence need the same."""
+        """accelerate gives every process different rows; those that share sequences need the same."""
         loader = super()._get_dataloader(*args, **kwargs)
         if self.group is not None:
             loader.batch_sampler.num_processes = self.args.world_size // self.processes
@@ -80,7 +80,7 @@ class Parallel(Sharded):
         return loss, logits, labels
 
     def gather_scores(self, data: Any) -> Any:
-        """What every row was scored, once, whichever processes hold it; the last batch may be filled up."""
+        """Every row's scores once, however many processes hold it, without the last batch's padding rows."""
         if self.group is None:
             return self.accelerator.gather_for_metrics(data)
         rows = self.accelerator.gather(data).unflatten(0, (self.args.world_size, -1))
@@ -90,7 +90,7 @@ class Parallel(Sharded):
 
 
 class Part:
-    """Collates a batch and takes this process's part of every row; labels are shifted before they are cut."""
+    """Collates a batch and takes this process's part of every row; labels are shifted before cutting."""
 
     def __init__(self, collate: Callable[[list[Any]], dict[str, Tensor]], group: Any, *, shifted: bool):
         self.collate, self.shifted = collate, shifted
@@ -108,7 +108,7 @@ class Part:
 
 
 def summed(scores: TokenScores, group: Any) -> Callable[[Any, Tensor], Tensor]:
-    """Scores of whole rows from those of their parts, whose labels were shifted already."""
+    """Sums the scores of rows' parts, whose labels are shifted already, to those of whole rows."""
     part = copy.copy(scores)
     part.shift = False
 

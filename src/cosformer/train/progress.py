@@ -16,37 +16,37 @@ from transformers.utils import logging
 
 from ..seal import write
 
-OWN = ("runtime", "per_second", "model_preparation_time")  # what the Trainer adds to scores of its own
+OWN = ("runtime", "per_second", "model_preparation_time")  # endings of what the Trainer adds to scores
 
 
 def quieten() -> None:
-    """transformers' own remarks and bars are about code, not about a run."""
+    """Silences transformers' own messages and bars, which are about code, not about a run."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     threading.excepthook = of_thread
 
 
 def of_thread(error: threading.ExceptHookArgs) -> None:
-    """TensorBoard's thread tells the main one of a full disk, which says a line; a traceback says no more."""
+    """No traceback for a full disk: TensorBoard's thread tells the main one, which prints a line."""
     if not issubclass(error.exc_type, OSError):
         threading.__excepthook__(error)
 
 
 def say(line: str, *, to: TextIO | None = None) -> None:
-    """Something a user must know, by default on stderr; one of the processes speaks."""
+    """Prints what a user must know, by default to stderr, in rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         print(line, file=to or sys.stderr, flush=True)
 
 
 class Metrics(TrainerCallback):
-    """Appends what training logs to a file, one JSON object a line; what a resumed run repeats is dropped.
+    """Appends what training logs to a file, one JSON object per line; a resumed run drops what it repeats.
 
-    A line is written with every checkpoint and evaluation: a resumed run's next mean loss begins there, too.
+    Every checkpoint and evaluation writes a line, so the next mean loss begins there, as it does on resuming.
     """
 
     def __init__(self, path: Path):
         self.path, self.seconds, self.begun, self.training = path, 0.0, 0.0, False
-        self.last, self.speed = (0.0, 0), 0.0  # seconds and tokens at the last line; tokens a second since
+        self.last, self.speed = (0.0, 0), 0.0  # seconds and tokens at the last line; tokens/s since
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.training = state.is_world_process_zero
@@ -61,7 +61,7 @@ class Metrics(TrainerCallback):
         control.should_log |= control.should_save or control.should_evaluate
 
     def on_log(self, args, state, control, logs=None, **kwargs):
-        if not self.training or not logs or "train_loss" in logs:  # the final scores are in result.json, once
+        if not self.training or not logs or "train_loss" in logs:  # the final scores go to result.json
             return
         seconds, tokens = self.now(), state.num_input_tokens_seen
         row: dict[str, Any] = {"step": state.global_step, "tokens": tokens, "seconds": round(seconds, 3)}
@@ -75,18 +75,18 @@ class Metrics(TrainerCallback):
             file.write(json.dumps(row) + "\n")
 
     def on_save(self, args, state, control, **kwargs):
-        self.last = (self.now(), self.last[1])  # the speed is that of training
+        self.last = (self.now(), self.last[1])  # the speed leaves out saving
 
     def on_train_end(self, args, state, control, **kwargs):
         self.training = False
 
     def now(self) -> float:
-        """Seconds of training, those before the run was resumed counted."""
+        """Seconds of training, including those before a resume."""
         return self.seconds + time.perf_counter() - self.begun
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The lines of a metrics file, up to one that a killed process left half written, or that was damaged."""
+    """The lines of a metrics file, up to the first that is damaged, or half written by a killed process."""
     rows = []
     for line in path.read_text(errors="replace").splitlines() if path.exists() else []:
         try:
@@ -100,11 +100,11 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 class Bar(TrainerCallback):
-    """A progress bar on a terminal, a line now and then elsewhere; both say what time is left.
+    """A progress bar on a terminal, a line now and then elsewhere; both show the time left.
 
-    A step takes the mean since the first, which is slow; evaluations and checkpoints are in it. The last
-    scores, of `at_end` examples, take what the last evaluation took for each; before it is a third of a
-    training example's assumed.
+    A step counts as the mean since the first, which is slow, evaluations and checkpoints included. Each of
+    the final scores' `at_end` examples counts as in the last evaluation; before any, as a third of a training
+    example.
     """
 
     every = 30.0  # seconds between lines
@@ -113,9 +113,9 @@ class Bar(TrainerCallback):
     def __init__(self, metrics: Metrics, *, at_end: int, batch: int):
         self.bar: tqdm | None = None
         self.said, self.metrics, self.at_end, self.batch = 0.0, metrics, at_end, batch
-        self.begun = (0, time.perf_counter())  # before the first step of this process: its number, and when
-        self.first: tuple[int, float] | None = None  # the same after it
-        self.scored = 0.0  # seconds of an evaluation's example
+        self.begun = (0, time.perf_counter())  # step and time when this process began
+        self.first: tuple[int, float] | None = None  # the same after its first step
+        self.scored = 0.0  # seconds per evaluated example
 
     def on_train_begin(self, args, state, control, **kwargs):
         self.begun = (state.global_step, time.perf_counter())
@@ -133,10 +133,10 @@ class Bar(TrainerCallback):
             self.scored = 1 / speed
 
     def left(self, state) -> float:
-        """Seconds until all is done."""
+        """Seconds until everything is done."""
         now = time.perf_counter()
         step, then = self.first or self.begun
-        if step == state.global_step:  # the first is slow, but all there is
+        if step == state.global_step:  # there is only the first, slow as it is
             step, then = self.begun
         each = (now - then) / max(1, state.global_step - step)
         scored = self.scored or each / self.batch / 3
@@ -171,7 +171,7 @@ class Bar(TrainerCallback):
 
 
 def show(scores: dict[str, float]) -> str:
-    """Scores in one line, without what only counts or times."""
+    """Scores in one line, without counts and times."""
     shown = {key: value for key, value in scores.items() if key != "tokens" and not key.endswith(OWN)}
     return ", ".join(f"{key} {value:.4g}" for key, value in shown.items())
 
@@ -194,7 +194,7 @@ class Interrupt(TrainerCallback):
         self.before: dict[signal.Signals, Any] = {}
 
     def __enter__(self):
-        if threading.current_thread() is threading.main_thread():  # only there can signals be handled
+        if threading.current_thread() is threading.main_thread():  # only there can signal handlers be set
             self.before = {number: signal.signal(number, self.ask) for number in self.signals}
         return self
 
@@ -203,7 +203,7 @@ class Interrupt(TrainerCallback):
             signal.signal(number, handler)
 
     def ask(self, number, frame):
-        under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # which passes on what every process got already
+        under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # it forwards what every process already got
         if self.trained or (self.asked is not None and number == signal.SIGINT and not under_torchrun):
             raise KeyboardInterrupt
         if self.asked is None:
@@ -216,11 +216,11 @@ class Interrupt(TrainerCallback):
             control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args, state, control, **kwargs):
-        self.trained = True  # nothing is lost any more
+        self.trained = True  # nothing can be lost any more
 
 
 def anybody(asked: bool) -> bool:
-    """Whether any process of the run was asked: all must stop after the same step."""
+    """Whether `asked` in any process of the run: all must stop after the same step."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return asked
     flag = torch.tensor([asked], dtype=torch.int32)

@@ -25,18 +25,18 @@ from .settings import DEFAULTS, Run, SettingsError
 from .trainer import UNWRITABLE, Interrupted, Stopped, Trainer
 
 PACKAGES = ("cosformer", "torch", "transformers", "accelerate", "datasets", "tokenizers", "safetensors")
-# How a run's batches are spread over processes; it may go on with another spread.
+# How batches are spread over processes; may change when a run is resumed.
 SPREAD = ("per_device_train_batch_size", "gradient_accumulation_steps", "per_device_eval_batch_size", "fsdp",
           "fsdp_config", "sequence_parallel", "ddp_timeout")  # fmt: skip
-LENGTH = ("max_steps", "num_train_epochs")  # a run may go on for more of these
+LENGTH = ("max_steps", "num_train_epochs")  # may grow when a run is resumed
 
 
 def train(run: Run, *, resume: bool = False, watch: TrainerCallback | None = None) -> dict[str, Any]:
-    """Carry out a run and return its result; a finished one is not done again, unless for more steps.
+    """Carry out a run and return its result; a finished one is not repeated, unless for more steps.
 
-    `resume` goes on from the newest whole checkpoint of `run.out`, or begins if there is none. `watch` is
-    shown the progress in the place of a bar. Raises `SettingsError` where a setting cannot be, and `Stopped`
-    where training cannot go on; `Interrupted` is a `Stopped`.
+    `resume` continues from the newest whole checkpoint in `run.out`, or begins if there is none. `watch` is
+    shown the progress in place of a bar. Raises `SettingsError` if a setting is invalid and `Stopped`, or its
+    subclass `Interrupted`, if training cannot go on.
     """
     out = Path(run.out)
     longer = check_folder(run, resume=resume)
@@ -44,25 +44,25 @@ def train(run: Run, *, resume: bool = False, watch: TrainerCallback | None = Non
         return result
     patience = timedelta(seconds=run.training.get("ddp_timeout", 1800))
     processes = PartialState(cpu=not torch.cuda.is_available(), timeout=patience)
-    with processes.main_process_first():  # it prepares the data, the others find it
+    with processes.main_process_first():  # it prepares the data for the others
         task = build_task(run)
     new = processes.is_main_process and not (out / "run.json").exists()
     if new or (longer and processes.is_main_process):
         with refused(OSError, "out"):
             out.mkdir(parents=True, exist_ok=True)
-            unseal(out)  # it is finished no more
+            unseal(out)  # it is no longer finished
             run.save(out / "run.json")
     try:
         start = run.start if run.pretrain is None else pretrain(run, task, watch=watch)
         return stage(run, task, start=start, watch=watch)
     except SettingsError:
-        if new:  # it never was a run; the next attempt finds the folder free
+        if new:  # it never became a run: free the folder for the next attempt
             (out / "run.json").unlink()
         raise
 
 
 def check_folder(run: Run, *, resume: bool) -> bool:
-    """Refuse a folder that holds another run, or this one unless it is to go on; whether it is for longer."""
+    """Refuse a folder that holds another run, or this one unless resumed; returns whether it gets longer."""
     out = Path(run.out)
     if not (out / "run.json").exists():
         if any(out.glob("checkpoint-*")):
@@ -84,7 +84,7 @@ def check_folder(run: Run, *, resume: bool) -> bool:
 
 
 def comparable(run: Run) -> dict[str, Any]:
-    """The settings in which a run that goes on is the same, a table's keys among the others."""
+    """The settings that must not change when a run is resumed, tables flattened."""
     found = {"max_steps": DEFAULTS["max_steps"]}
     for name, value in run.plain().items():
         found |= value if isinstance(value, dict) and name != "pretrain" else {name: value}
@@ -92,7 +92,7 @@ def comparable(run: Run) -> dict[str, Any]:
 
 
 def finished(out: Path) -> dict[str, Any] | None:
-    """The result of a run that is done, unless what it left was damaged: then it is made again."""
+    """The result of a finished run; None if it is unfinished, or damaged since: then it is made again."""
     if not is_sealed(out):
         return None
     if (fault := damage(out)) is not None:
@@ -102,7 +102,7 @@ def finished(out: Path) -> dict[str, Any] | None:
 
 
 def pretrain(run: Run, task: tasks.Task, *, watch: TrainerCallback | None) -> str:
-    """Masked pre-training on the task's own inputs; where its model is."""
+    """Masked pre-training on the task's own inputs; returns the model's folder."""
     out = Path(run.out) / "pretrain"
     training, about = run.training | (run.pretrain or {}), f"pre-training of: {run.about}"
     first = dataclasses.replace(run, out=str(out), training=training, pretrain=None, about=about)
@@ -132,7 +132,7 @@ def stage(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallba
         if first and watch is None:
             print(description(run, task, model), flush=True)
         last = resume_point(out, task, trainer)
-        trainer.args.eval_on_start &= last is None  # the start is behind
+        trainer.args.eval_on_start &= last is None  # a resumed run is past its start
         try:
             if first:
                 facts = resolved(run, task, trainer) | {"resumed_from": last and last.name}
@@ -149,20 +149,20 @@ def stage(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallba
             if first:
                 write(out / "result.json", json.dumps(result, indent=1) + "\n")
                 seal(out, [name for name, written in files(out).items() if before.get(name) != written])
-            if interrupt.asked is not None:  # in the last evaluation; what would come after must not begin
+            if interrupt.asked is not None:  # while scoring: what would come next must not begin
                 told = f"interrupted by {interrupt.asked} after the last step"
                 raise Interrupted(f"{told}; the run in {out} is complete")
         except (Lost, *UNWRITABLE) as error:
-            if isinstance(error, Lost) and error.first:  # one that died may have been writing
+            if isinstance(error, Lost) and error.first:  # a process may have died while writing one
                 put_aside({path: why for path, why in newest_whole(out)[1].items() if not is_sealed(path)})
             raise Stopped(f"{error}; {trainer.what_is_left()}") from error
     return result
 
 
 def resume_point(out: Path, task: tasks.Task, trainer: Trainer) -> Path | None:
-    """The newest whole checkpoint, the same for all processes; newer ones are put aside, with a line on each.
+    """The newest whole checkpoint, the same for all processes; newer ones are put aside, a line about each.
 
-    Refused: other batches, other data, and to go on without the best checkpoint where it is damaged.
+    Refuses other batches, other data, and to go on without the best checkpoint if that is damaged.
     """
     told: list[Any] = [None, None]  # the first process finds it and tells the others
     if trainer.is_world_process_zero():
@@ -197,7 +197,7 @@ def check_batch_norm(model: PreTrainedModel, trainer: Trainer) -> None:
 
 
 def check_batch(out: Path, trainer: Trainer) -> None:
-    """A run may go on with another number of processes, but not with other batches."""
+    """A run may be resumed with another number of processes, but not with another batch size."""
     before, now = saved_fact(out, "batch"), trainer.get_total_train_batch_size(trainer.args)
     if before != now:
         told = f"{out} was trained with {before} examples a step, now it would be {now}"
@@ -206,14 +206,14 @@ def check_batch(out: Path, trainer: Trainer) -> None:
 
 
 def check_data(out: Path, task: tasks.Task) -> None:
-    """A run goes on with the data it has seen: of other data, what is held out may have been trained on."""
+    """Refuse to resume with other data: what that holds out may have been trained on."""
     if saved_fact(out, "data") != task.fingerprint:
         told = f"{out} was trained on other data: what --data names has changed since"
         raise SettingsError(f"{told}. Put it back to go on, or train on the new with another --out")
 
 
 def saved_fact(out: Path, name: str) -> Any:
-    """What resolved.json says of a run that is to go on."""
+    """What resolved.json says about a run to be resumed."""
     try:
         return json.loads((out / "resolved.json").read_text())[name]
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -223,7 +223,7 @@ def saved_fact(out: Path, name: str) -> Any:
 
 
 def resolved(run: Run, task: tasks.Task, trainer: Trainer) -> dict[str, Any]:
-    """Everything a run depends on, defaults included, to be read by people."""
+    """Everything a run depends on, defaults included, for people to read (and `saved_fact`)."""
     return {
         "run": run.plain(),
         "task": dict(task.settings),

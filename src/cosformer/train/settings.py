@@ -4,7 +4,7 @@ about, mixer, size, out, start, eval_examples, test_examples: as on the command 
 [task]      name, and the settings of that task (cosformer.tasks.settings): data, length ...
 [model]     fields of the model's config
 [train]     arguments of transformers' Seq2SeqTrainingArguments
-[pretrain]  the same, for masked pre-training on the task's own inputs before it
+[pretrain]  the same, for masked pre-training on the task's own inputs, which comes first
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ from .. import mixers, tasks
 from ..seal import write
 from . import models
 
-DEFAULTS: dict[str, Any] = {  # of ours, where transformers' are for large runs on GPUs
+DEFAULTS: dict[str, Any] = {  # ours; transformers' are for large runs on GPUs
     "max_steps": 1000,
     "learning_rate": 1e-3,
     "lr_scheduler_type": "cosine",
@@ -30,32 +30,32 @@ DEFAULTS: dict[str, Any] = {  # of ours, where transformers' are for large runs 
     "logging_steps": 10,
     "seed": 0,
 }
-TOKENS, ROWS = 4096, (8, 64)  # of a batch not asked for: so many tokens, as long as it is so many rows
+TOKENS, ROWS = 4096, (8, 64)  # of the default batch: this many tokens, if that is within this range of rows
 KEYS = ("about", "mixer", "size", "out", "start", "eval_examples", "test_examples", "sequence_parallel")
 TABLES = {"task": "task_settings", "model": "model_fields", "train": "training", "pretrain": "pretrain"}
 
 
 class SettingsError(ValueError):
-    """A setting that cannot be; the message names it."""
+    """An invalid setting; the message names it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Run:
-    """One training run. What is not given has the task's, the size's or `DEFAULTS`' value."""
+    """One training run. What is not given comes from the task, the size or `DEFAULTS`."""
 
     task: str
     out: str
     mixer: str = "cosformer"
     size: str = "tiny"
     start: str | None = None  # a saved model to start from
-    eval_examples: int | None = None  # validate on this many examples while training; all: None
-    test_examples: int | None = None  # and take the final scores on this many
+    eval_examples: int | None = None  # validate on this many while training; None: build.while_training
+    test_examples: int | None = None  # take the final scores on this many; None: build.at_end
     sequence_parallel: int = 1  # processes that share each sequence
     about: str = ""
     task_settings: dict[str, Any] = dataclasses.field(default_factory=dict)
     model_fields: dict[str, Any] = dataclasses.field(default_factory=dict)
     training: dict[str, Any] = dataclasses.field(default_factory=dict)
-    pretrain: dict[str, Any] | None = None  # a dict, even an empty one: pre-train first
+    pretrain: dict[str, Any] | None = None  # any dict, even an empty one: pre-train first
 
     def __post_init__(self):
         for name, kind in typing.get_type_hints(type(self)).items():
@@ -79,7 +79,7 @@ class Run:
         return (DEFAULTS | self.training)["seed"]
 
     def batch(self, task: tasks.Task) -> int:
-        """Rows of a step and process: those asked for, or the more of them the shorter they are."""
+        """Rows per step and process: as asked for, else the more the shorter they are."""
         rows = min(ROWS[1], max(ROWS[0], TOKENS // task.max_length))
         return self.training.get("per_device_train_batch_size", rows)
 
@@ -99,7 +99,7 @@ class Run:
 
 
 def check_type(name: str, value: Any, kind: Any) -> None:
-    """Refuse a string where a number is meant, and the like; more than plain types is left to its owner."""
+    """Refuse a string for a number, and the like; only plain types are checked."""
     kinds = typing.get_args(kind) or (kind,)
     if not all(k in (int, float, bool, str, type(None)) for k in kinds):
         return
@@ -110,9 +110,9 @@ def check_type(name: str, value: Any, kind: Any) -> None:
 
 
 def check_training(table: dict[str, Any]) -> None:
-    """Refuse what is no argument of transformers' Seq2SeqTrainingArguments, or has another type."""
+    """Refuse what is not an argument of transformers' Seq2SeqTrainingArguments, or has the wrong type."""
     types = typing.get_type_hints(Seq2SeqTrainingArguments)  # not field.type, which HfArgumentParser rewrites
-    types["fsdp"] = bool | str | None  # said to be a string, and taken as a bool
+    types["fsdp"] = bool | str | None  # declared a string, but taken as a bool
     known = {field.name for field in dataclasses.fields(Seq2SeqTrainingArguments) if field.init}
     for key, value in table.items():
         if key not in known:

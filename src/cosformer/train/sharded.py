@@ -15,11 +15,11 @@ OPTIMIZER, SCHEDULER = "optimizer.pt", "scheduler.pt"  # as transformers names t
 
 
 class Sharded(Seq2SeqTrainer):
-    """Without FSDP it is transformers' own, whose checkpoints of FSDP one process cannot read: what saves and
-    loads is replaced here by the form of one process."""
+    """Without FSDP this is transformers' own. Its FSDP checkpoints cannot be read by a single process, so
+    saving and loading here use the format of a single process."""
 
     def create_accelerator_and_postprocess(self) -> None:
-        """accelerate leaves out the plugin where there is no GPU, and would replicate without a word."""
+        """Without a GPU accelerate leaves out the FSDP plugin, and would silently replicate."""
         super().create_accelerator_and_postprocess()
         if self.args.fsdp and self.accelerator.distributed_type == DistributedType.MULTI_CPU:
             for shared in (AcceleratorState._shared_state, PartialState._shared_state):
@@ -29,8 +29,8 @@ class Sharded(Seq2SeqTrainer):
             self.is_fsdp_enabled = True
 
     def _prepare_for_training(self, *args: Any):
-        """accelerate gives the embeddings a group of their own, and torch wants tied parameters in one. Where
-        more is tied than the two embeddings (the bias of BERT's head), they are left to the rest's."""
+        """accelerate shards the embeddings as a group of their own, but torch wants tied parameters in one
+        group. Where more is tied than the two embeddings (the bias of BERT's head), all stay in one."""
         model, names = self.model, ("get_input_embeddings", "get_output_embeddings")
         if not self.is_fsdp_enabled or len(model._tied_weights_keys or ()) < 2:
             return super()._prepare_for_training(*args)
@@ -46,9 +46,9 @@ class Sharded(Seq2SeqTrainer):
         if not self.is_fsdp_enabled:
             super().save_model(output_dir, _internal_call)
             return
-        weights = dcp.get_model_state_dict(self.model, options=WHOLE)  # all take part; the first gets them
+        weights = dcp.get_model_state_dict(self.model, options=WHOLE)  # collective; rank 0 gets them
         if self.args.should_save:
-            tied = self.model.all_tied_weights_keys  # saved once, as one process does
+            tied = self.model.all_tied_weights_keys  # saved once, as a single process does
             kept = {name: tensor for name, tensor in weights.items() if name not in tied}
             self._save(output_dir, state_dict=kept)
 
@@ -68,7 +68,7 @@ class Sharded(Seq2SeqTrainer):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
             return
         weights = load_file(Path(resume_from_checkpoint) / "model.safetensors")
-        options = dcp.StateDictOptions(full_state_dict=True, strict=False)  # a tied weight is saved once
+        options = dcp.StateDictOptions(full_state_dict=True, strict=False)  # tied weights are saved once
         dcp.set_model_state_dict(model or self.model, weights, options=options)
 
     def _load_best_model(self) -> None:
@@ -88,6 +88,6 @@ class Sharded(Seq2SeqTrainer):
 
 
 def renamed(optimizer: dict[str, Any], name: dict[Any, Any]) -> dict[str, Any]:
-    """An optimizer's state with its parameters called otherwise: by number, as torch saves them, or name."""
+    """An optimizer's state with its parameters renamed: to numbers, as torch saves them, or to names."""
     groups = [{**group, "params": [name[p] for p in group["params"]]} for group in optimizer["param_groups"]]
     return {"state": {name[p]: state for p, state in optimizer["state"].items()}, "param_groups": groups}

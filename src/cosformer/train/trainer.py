@@ -1,8 +1,8 @@
 """transformers' Trainer, with checkpoints that are whole or not there; it stops where a run would be spoilt.
 
-A checkpoint counts once it is sealed, which is done last; older ones are deleted after that. So a process
-that is killed at any moment leaves one to resume from, if it ever had one. Overrides of private methods say
-what upstream lacks.
+A checkpoint counts once it is sealed, which comes last; only then are older ones deleted. So a process killed
+at any moment leaves one to resume from, if it ever had one. Overrides of private methods say what upstream
+lacks.
 """
 
 import math
@@ -21,7 +21,7 @@ from .checkpoints import checkpoint_of, last_checkpoint
 from .parallel import Parallel
 from .progress import anybody
 
-UNWRITABLE = (OSError, SafetensorError)  # what a full disk raises; torch.save's RuntimeError is met apart
+UNWRITABLE = (OSError, SafetensorError)  # what a full disk raises; torch.save's RuntimeError is handled apart
 
 
 class Stopped(RuntimeError):
@@ -29,15 +29,15 @@ class Stopped(RuntimeError):
 
 
 class Interrupted(Stopped):
-    """It was asked to stop; resuming goes on as if it had not been."""
+    """It was asked to stop; a resumed run continues as if it had not been."""
 
 
 class NotFinite(Stopped):
-    """Loss, gradient or weights became infinite or NaN; the same run would do so again."""
+    """Loss, gradient or weights became infinite or NaN; repeating the run would do the same."""
 
 
 class Trainer(Parallel):
-    """`keep` checkpoints stay; the best and the last always do."""
+    """Keeps `keep` checkpoints, always the best and the last."""
 
     def __init__(self, *args: Any, keep: int | None, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -50,7 +50,7 @@ class Trainer(Parallel):
         return 0  # counting all parameters at every step takes longer than it is worth
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any):
-        """dataloader_drop_last is about training; upstream leaves out examples of the evaluation, too."""
+        """dataloader_drop_last is meant for training; upstream also drops examples of evaluations."""
         drop, self.args.dataloader_drop_last = self.args.dataloader_drop_last, False
         try:
             return super().get_eval_dataloader(*args, **kwargs)
@@ -58,12 +58,12 @@ class Trainer(Parallel):
             self.args.dataloader_drop_last = drop
 
     def evaluation_loop(self, *args: Any, **kwargs: Any):
-        """Seq2SeqTrainer counts again what fills up the last batch of several processes."""
+        """With several processes Seq2SeqTrainer counts the repeated rows that pad the last batch."""
         self.gather_function = self.gather_scores
         return super().evaluation_loop(*args, **kwargs)
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any):
-        """Batches of like length: upstream's order depends on the process and is lost on resuming."""
+        """For batches of similar length upstream's order depends on the process and is lost on resuming."""
         sampler = super()._get_train_sampler(*args, **kwargs)
         if not isinstance(sampler, LengthGroupedSampler):
             return sampler
@@ -72,8 +72,8 @@ class Trainer(Parallel):
         return self.by_length
 
     def _run_epoch(self, model: Any, epoch: int, *args: Any, **kwargs: Any) -> None:
-        """Upstream takes a step too many where it resumes from the last one, and accelerate does not pass the
-        epoch on to the sampler of a resumed, distributed run."""
+        """Upstream takes a step too many when resumed from the last one, and accelerate does not tell the
+        sampler of a resumed, distributed run its epoch."""
         if self.by_length is not None:
             self.by_length.set_epoch(epoch)
         if self.state.global_step < self.state.max_steps:
@@ -84,8 +84,8 @@ class Trainer(Parallel):
         return self.loss
 
     def _get_grad_norm(self, *args: Any, **kwargs: Any):
-        """Upstream trains on with NaN. This comes before every step of the optimizer; the norm is the same in
-        all processes, so all of them stop."""
+        """Upstream trains on with NaN. This runs before every optimizer step; the norm is the same in all
+        processes, so all of them stop."""
         norm = super()._get_grad_norm(*args, **kwargs)
         watched = {"loss": self.loss}
         if self.accelerator.scaler is None:  # a loss scaler expects infinite gradients and skips the step
@@ -113,20 +113,20 @@ class Trainer(Parallel):
         return f"--resume goes on from {last}" if last else "no checkpoint was saved yet"
 
     def _determine_best_metric(self, metrics: dict[str, float], *args: Any, **kwargs: Any) -> bool:
-        """Upstream keeps the first of equals, not the one with the lowest loss, and saves the best only where
-        save_steps happens to say so, and then cannot load it."""
+        """Upstream keeps the first of equal scores, not the one with the lowest loss; it saves the best only
+        if save_steps happens to fall on it, and cannot load it otherwise."""
         score = metrics.get(f"eval_{self.args.metric_for_best_model}")
         if self.state.best_global_step is not None and score == self.state.best_metric:
             rows = {row["step"]: row for row in self.state.log_history if "eval_loss" in row}
             if metrics["eval_loss"] < rows[self.state.best_global_step]["eval_loss"]:
-                self.state.best_metric = None  # upstream takes what comes then
+                self.state.best_metric = None  # then upstream takes this one
         better = super()._determine_best_metric(metrics, *args, **kwargs)
         if better and self.args.load_best_model_at_end:
             self.control.should_save = True
         return better
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """Upstream deletes old checkpoints before the new one is known to be whole, and may leave a part."""
+        """Upstream deletes old checkpoints before the new one is known to be whole; it may be partial."""
         folder = checkpoint_of(self.args.output_dir, self.state.global_step)
         try:
             if self.args.should_save:
@@ -152,17 +152,17 @@ class Beginning(TrainerCallback):
     """What a run needs before its first step."""
 
     def on_train_begin(self, args, state, control, **kwargs):
-        if args.world_size > 1:  # or dropout would hide the same places in every process
+        if args.world_size > 1:  # else dropout would be the same in every process
             torch.manual_seed(args.seed + args.process_index)
         if state.best_global_step is not None:  # the folder may have been moved since
             best = checkpoint_of(args.output_dir, state.best_global_step)
             state.best_model_checkpoint = str(best)
-            if not is_sealed(best):  # deleted for a better one, which comes again; or by a user
+            if not is_sealed(best):  # deleted for a better one, which will come again; or by a user
                 state.best_model_checkpoint = state.best_global_step = state.best_metric = None
 
 
 class ByLength(LengthGroupedSampler):
-    """Examples of like length together, in an order of the seed and the epoch alone."""
+    """Groups examples of similar length, in an order that depends on the seed and the epoch only."""
 
     def __init__(self, batch: int, *, lengths: list[int], seed: int):
         super().__init__(batch, lengths=lengths)
