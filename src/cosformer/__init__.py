@@ -18,17 +18,17 @@ __all__ = [
     "mixers",
 ]
 
-_HOME = {"CosformerAttention": "nn", "MixerAttention": "nn"}  # the rest of the names: ops
+_HOME = {"CosformerAttention": "nn", "MixerAttention": "nn"}  # every other name is in ops
 
 
 def __getattr__(name: str) -> Any:
-    """Names are imported on use, so that `cosformer --help` waits for no torch."""
+    """Import names on first use, so that `cosformer --help` does not load torch."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     if name == "mixers":
         return import_module(".mixers", __name__)
     value = getattr(import_module(f".{_HOME.get(name, 'ops')}", __name__), name)
-    globals()[name] = value  # found at once the next time
+    globals()[name] = value  # later lookups skip this function
     return value
 
 

@@ -1,13 +1,13 @@
 """Decay: the rates at which attention heads forget; one vocabulary for operator, mixers, modules and models.
 
-weight_ij *= exp(-|A_i - A_j|)      A the running sum of the rates (rate * position for a constant)
+weight_ij *= exp(-|A_i - A_j|)      A: the running sum of the rates (rate * position if constant)
 
 None        no decay, the paper's operator
-rates       a number, or one per head: constants
+rates       constants: one number, or one per head
 "ladder"    constants, one per head, geometric from 1/4 (a few tokens) down to 1/(16 span): the slowest head
             keeps nearly all of the context
-"gated"     ladder_h * exp(w_h . x + b_h), one per head and position, read from the layer's input x; it starts
-            as the ladder
+"gated"     ladder_h * exp(w_h . x + b_h), one per head and position, computed from the layer's input x;
+            starts as the ladder
 """
 
 import math
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .ops.checks import Rates, rate_list, shown
 
-BEYOND = 16  # spans until the slowest head forgets; where it ends with the span, recall is learned late
+BEYOND = 16  # spans until the slowest head forgets; with 1, recall is learned late in training
 LARGEST_EXPONENT = 20.0  # e^20 / 4 forgets everything; an infinite rate would make the running sum NaN
 
 DecaySpec = Rates | str | None
@@ -32,12 +32,12 @@ def ladder(heads: int, span: float) -> list[float]:
 
 
 def span_of(horizons: Iterable[float], otherwise: float) -> float:
-    """The distance a ladder should span: the largest finite horizon."""
+    """The distance a ladder should span: the largest finite horizon, or `otherwise` if there is none."""
     return max((h for h in horizons if h < math.inf), default=otherwise)
 
 
 class Gate(nn.Linear):
-    """A linear layer that starts at zero, whatever it reads."""
+    """A linear layer initialised to zero."""
 
     def reset_parameters(self) -> None:
         nn.init.zeros_(self.weight)
@@ -45,14 +45,14 @@ class Gate(nn.Linear):
 
 
 class Decay(nn.Module):
-    """The rates of one layer: made once from a `spec` of the vocabulary above, then `rates(x)`.
+    """The rates of one layer, made from a `spec` as described above and read with `rates(x)`.
 
     span     the distance that the slowest head of a ladder remembers
     width    the size of the layer's input, which a gate reads
-    learn    constants are learned, as logarithms, so that they stay positive
+    learn    learn the constants, as logarithms so that they stay positive
     """
 
-    constant: Tensor | None  # (H,) in float32, whatever the module is cast to
+    constant: Tensor | None  # (H,), float32 even if the module is cast
 
     def __init__(self, spec: DecaySpec, *, heads: int, span: float, width: int, learn: bool = False) -> None:
         super().__init__()
@@ -71,16 +71,16 @@ class Decay(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, copy: Callable[[Tensor, Tensor], Any] = Tensor.copy_) -> None:
-        """Constants as they were given; a gate starts by itself. `copy` writes the second into the first."""
+        """Restore the given constants; a gate resets itself. `copy(a, b)` writes b into a."""
         if self.constant is not None:
             copy(self.constant, self.start())
         if self.log_rates is not None:
             copy(self.log_rates, self.start().log())
 
     def rates(self, x: Tensor | None = None, key_mask: Tensor | None = None) -> Tensor | None:
-        """Rates (H,), or of a gate (B, H, L) for a layer's input x (B, L, C); None without decay.
+        """Rates (H,); with a gate (B, H, L), from the layer's input x (B, L, C); None without decay.
 
-        key_mask (B, L), True = keep: what is masked may hold anything, even NaN, and forgets nothing.
+        key_mask (B, L), True = keep: masked tokens may hold anything, even NaN, and have rate 0.
         """
         if self.gate is None:
             return self.constant if self.log_rates is None else _precise(self.log_rates).exp()
@@ -101,7 +101,7 @@ class Decay(nn.Module):
         return repr(self.spec)
 
     def start(self, device: torch.device | str | None = None) -> Tensor:
-        """The constants (H,) as they were given."""
+        """The constants (H,) as given."""
         return torch.tensor(self._numbers, dtype=torch.float32, device=device)
 
     def _apply(self, fn, recurse: bool = True):
@@ -112,7 +112,7 @@ class Decay(nn.Module):
 
 
 def _precise(x: Tensor) -> Tensor:
-    """In float32, or float64 if it is already."""
+    """x in float32, or float64 if it already is."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 

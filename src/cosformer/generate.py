@@ -36,40 +36,40 @@ def load(directory: str | Path):
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
-        # A foreign architecture that carries cosFormer options was trained so; its config does not say it.
+        # A saved config does not name its attention; a foreign one with cosFormer options used ours.
         foreign = getattr(config, "cosformer", None) is not None
         attention = {"attn_implementation": "cosformer"} if foreign else {}
         model = auto.from_pretrained(directory, local_files_only=True, **attention)
         tokenizer = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # of a damaged file tokenizers raises just that
+    except Exception as error:  # tokenizers raises a bare Exception for a damaged file
         raise SystemExit(f"--model {directory}: {' '.join(str(error).split())}") from error
     return model.eval(), tokenizer
 
 
 def most_tokens(config) -> float:
-    """How many tokens a model reads at most: as far as its horizon and its learned positions go."""
+    """The most tokens a model can read, given its horizon and its learned positions."""
     from .hf.interface import max_positions
 
     if config.model_type.startswith("cosformer"):
         heads, learned = config.num_attention_heads, config.positions == "learned"
         made = [config.mixer_of(name, heads=heads, size=2) for name in dict.fromkeys(config.layer_mixers)]
         horizon = min(mixer.reach for mixer in made)
-    else:  # a foreign architecture; softmax's limit is its own affair
+    else:  # a foreign architecture, which checks softmax's limit itself
         options = getattr(config, "cosformer", None)
         given = math.inf if options is None else options.get("horizon")
-        learned = given is None  # it may have a vector for each of its positions
+        learned = given is None  # it may have learned positions
         horizon = max_positions(config) if given is None else given
-    reach = horizon if horizon == math.inf else int(horizon) + 1  # first and last may lie a horizon apart
+    reach = horizon if horizon == math.inf else int(horizon) + 1  # the ends may lie a horizon apart
     return min(reach, max_positions(config)) if learned else reach
 
 
 def room(config, *, prompt: int) -> float:
-    """How many tokens fit after a prompt; the last is never read. An encoder-decoder starts with one."""
+    """How many tokens fit after a prompt; the last is never read. An encoder-decoder starts from one."""
     return most_tokens(config) + 1 - (1 if config.is_encoder_decoder else prompt)
 
 
 def new_tokens(config, *, prompt: int, asked: int | None) -> int:
-    """The number of tokens to write; SystemExit where there is no room for what was asked."""
+    """The number of tokens to write; SystemExit if there is no room for `asked`."""
     most, left = most_tokens(config), room(config, prompt=prompt)
     if left < 1:
         told = f"--prompt has {prompt} tokens, but this model reads at most {most}"

@@ -6,9 +6,9 @@
     norms               RMS norm of each head's q and k, with a learned weight
     output gate         out * sigmoid(W x + b), which starts as one half everywhere
 
-Each is optional, and a mixer says which it wants. All leave the weights of a kernel mixer non-negative and
-its split exact. A stream keeps the mixer's own state and the last few tokens of the convolution: a constant
-size, if the mixer's is.
+Each part is optional; a mixer declares which ones it wants. With all of them a kernel mixer's weights stay
+non-negative and its factorisation exact. A stream keeps the mixer's state and the last few tokens for the
+convolution, so its size is constant if the mixer's is.
 """
 
 from collections.abc import Callable
@@ -26,7 +26,7 @@ from .ops.shard import Shard
 
 
 class Tokens(NamedTuple):
-    """What a layer hands to its interior: its input x (B, L, C), and q (B, L, H D), k, v (B, S, Hk D)."""
+    """A layer's input x (B, L, C) and its projections q (B, L, H D), k and v (B, S, Hk D)."""
 
     x: Tensor
     q: Tensor
@@ -35,7 +35,7 @@ class Tokens(NamedTuple):
     key_mask: Tensor | None = None  # (B, S) bool, True = keep
 
     def each(self, change: Callable[[Tensor], Tensor]) -> "Tokens":
-        """The same with every tensor changed."""
+        """The tokens with `change` applied to every tensor."""
         return Tokens(*(t if t is None else change(t) for t in self))  # type: ignore[arg-type]
 
     def first(self, count: int) -> "Tokens":
@@ -45,7 +45,7 @@ class Tokens(NamedTuple):
         return self.each(lambda t: t.index_select(0, index))
 
     def without_padding(self) -> "Tokens":
-        """A neighbour that is padding counts as none: zero, as beyond the ends, whatever it holds."""
+        """Zero q, k and v of padding, so that a convolution sees it like the ends of the sequence."""
         if self.key_mask is None:
             return self
         hidden = ~self.key_mask[..., None]
@@ -55,7 +55,7 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True)
 class LayerState:
-    """What a layer remembers of a stream: its mixer's state, and the last (B, width - 1, C) of q, k and v."""
+    """A layer's streaming state: its mixer's state, and the last q, k and v, (B, width - 1, C) each."""
 
     mixer: Any
     last: tuple[Tensor, ...] = ()
@@ -65,12 +65,12 @@ class LayerState:
         return self.mixer.position
 
     def index_select(self, index: Tensor) -> "LayerState":
-        """The state with batch rows chosen by `index`: the reordering that beam search asks for."""
+        """The state with the batch rows in `index`, as beam search needs."""
         return LayerState(self.mixer.index_select(index), tuple(t.index_select(0, index) for t in self.last))
 
 
 class ShortConvolution(nn.Module):
-    """Depthwise convolution of (B, L, C) over `width` tokens: up to each one, or around it if `centred`."""
+    """Depthwise convolution of (B, L, C) over `width` tokens, causal or, if `centred`, around each token."""
 
     def __init__(self, channels: int, *, width: int, centred: bool):
         super().__init__()
@@ -80,7 +80,7 @@ class ShortConvolution(nn.Module):
 
     @torch.no_grad()
     def reset_parameters(self, copy: Callable[[Tensor, Tensor], Any] = Tensor.copy_) -> None:
-        """The identity. `copy` writes the second tensor into the first."""
+        """Reset to the identity. `copy(a, b)` writes b into a."""
         copy(self.weight, torch.eye(self.weight.shape[1])[self.ahead].expand(self.weight.shape))
 
     def forward(self, x: Tensor, before: Tensor | None = None, cu_seqlens: Tensor | None = None) -> Tensor:
@@ -91,10 +91,10 @@ class ShortConvolution(nn.Module):
 
 
 class Interior(nn.Module):
-    """A mixer and what a layer puts around it: tokens -> (B, L, H D).
+    """A mixer and the parts around it: tokens -> (B, L, H D).
 
-    short_conv, qk_norm    None for what the mixer wants; a width of 0 is no convolution
-    centred                the convolution looks around each token, for layers that are never causal
+    short_conv, qk_norm    None: as the mixer wants; short_conv=0: no convolution
+    centred                centre the convolution on each token, for layers that are never causal
     """
 
     norm_eps = 1e-6
@@ -130,7 +130,7 @@ class Interior(nn.Module):
         self.gate = Gate(mixer.width, of_queries) if output_gate else None
 
     def forward(self, tokens: Tokens, *, causal: bool, cu_seqlens: Tensor | None = None) -> Tensor:
-        """Whole sequences; cu_seqlens are the boundaries of packed ones, the batch's rows laid end to end."""
+        """Whole sequences; cu_seqlens are the boundaries of packed ones, with batch rows laid end to end."""
         rows = len(tokens.x)
         if cu_seqlens is not None:
             tokens = tokens.each(lambda t: t.flatten(0, 1).unsqueeze(0))
@@ -157,8 +157,8 @@ class Interior(nn.Module):
         return self.gated(out, tokens.x), LayerState(inner, last)
 
     def sharded(self, tokens: Tokens, shard: Shard, *, causal: bool) -> tuple[Tensor, LayerState]:
-        """A part of a sequence that several processes hold: its output and, if causal, the state after all
-        of it, the same in every process."""
+        """This process's part of a sequence: its output and, if causal, the state after the whole sequence,
+        the same in every process."""
         tokens = self.readable(tokens)
         last: tuple[Tensor, ...] = ()
         if self.conv is not None and causal and not torch.is_grad_enabled():
@@ -176,7 +176,7 @@ class Interior(nn.Module):
         return weights(self.mixer, q, k, x=tokens.x, causal=causal, key_mask=tokens.key_mask)
 
     def readable(self, tokens: Tokens) -> Tokens:
-        """The tokens as neighbours may see them: without padding, where there is a convolution."""
+        """The tokens, with padding zeroed if there is a convolution."""
         return tokens if self.conv is None else tokens.without_padding()
 
     def heads(
@@ -184,7 +184,7 @@ class Interior(nn.Module):
     ) -> tuple[Tensor, ...]:
         """q, k and v as the mixer sees them: convolved, split into heads (B, H, L, D), normed."""
         q, k, v = tokens.q, tokens.k, tokens.v
-        if self.conv is not None and shard is not None:  # as one, so that their ends are one message
+        if self.conv is not None and shard is not None:  # as one, so that their ends travel in one message
             weight = torch.cat([cast(Tensor, conv.weight) for conv in self.conv.values()])
             ahead, sizes = cast(int, self.conv["q"].ahead), [t.shape[-1] for t in (q, k, v)]
             together = short_convolution(torch.cat([q, k, v], -1), weight, ahead=ahead, shard=shard)

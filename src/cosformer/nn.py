@@ -13,31 +13,31 @@ from .ops.checks import Horizon, horizon_list, shown
 
 ANOTHER = "attention to another sequence (query and key are two tensors; for self-attention pass one as both)"
 BIASED = "key_padding_mask of a float dtype may hold 0 and -inf only: other biases have no linear form"
-UNKNOWN_LENGTH = 4096  # what the slowest head of a decay spans where no finite horizon says so
+UNKNOWN_LENGTH = 4096  # the default max_length, and a decay's span without a finite horizon
 
 
 class MixerAttention(nn.Module):
     """Multi-head attention by any mixer of the registry, called as `nn.MultiheadAttention` is.
 
-    mixer         a name of `cosformer.mixers.names()`, where admitted with positions, as "softmax+rope"
-    max_length    the longest sequence it will see, for the mixers that must know
+    mixer         a name in `cosformer.mixers.names()`, for some with positions, such as "softmax+rope"
+    max_length    the longest sequence, for mixers that need to know it
     options       the mixer's own options, `cosformer.mixers.options(mixer)`
-    num_kv_heads  fewer key and value heads than query heads (grouped heads)
-    short_conv    the width of a causal convolution of q, k and v; None for what the mixer wants, 0 for none
-    qk_norm       RMS norms of q and k; None for what the mixer wants
-    output_gate   the output times sigmoid(W query)
+    num_kv_heads  key and value heads, if fewer than query heads (grouped heads)
+    short_conv    the width of a causal convolution of q, k and v; None: as the mixer wants, 0: none
+    qk_norm       RMS norms of q and k; None: as the mixer wants
+    output_gate   multiply the output by sigmoid(W query + b)
 
-    A key that is not the query's tensor, nor the same memory, counts as another sequence, which some mixers
-    refuse. What a linear form cannot express is refused when asked for: dropout of attention weights,
-    arbitrary attention masks, `add_bias_kv`, `add_zero_attn`. `need_weights` defaults to False, because the
-    weights are quadratic. It loads the weights of an `nn.MultiheadAttention` of the same size.
+    A key counts as another sequence, which some mixers refuse, unless it is the query tensor or shares its
+    memory. Requests without a linear form raise an error: dropout of attention weights, arbitrary attention
+    masks, `add_bias_kv`, `add_zero_attn`. `need_weights` defaults to False, because the weights are
+    quadratic. It loads the weights of an `nn.MultiheadAttention` of the same size.
 
     >>> attention = MixerAttention(512, 8, mixer="performer", options={"features": 128}, batch_first=True)
     >>> out, _ = attention(x, x, x, is_causal=True)
     """
 
-    _qkv_same_embed_dim = False  # nn.TransformerEncoderLayer asks: no, its fused softmax is not for this
-    in_proj_bias = None  # ... and it looks here before that
+    _qkv_same_embed_dim = False  # keeps nn.TransformerEncoderLayer off its fused softmax ...
+    in_proj_bias = None  # ... whose check reads this first
 
     def __init__(
         self,
@@ -118,7 +118,7 @@ class MixerAttention(nn.Module):
     ) -> tuple[Tensor, Tensor | None]:
         """Attend as `nn.MultiheadAttention` does; returns (output, weights or None).
 
-        `key_padding_mask` (B, S): True, or -inf, = ignore. `attn_mask` may be all-visible or causal, since
+        `key_padding_mask` (B, S): True or -inf = ignore. `attn_mask` may be all-visible or causal, since
         nothing else has a linear form; `is_causal=True` needs no mask. With `need_weights` the exact weights
         are formed, at quadratic cost: (B, L, S) averaged over the heads, or (B, H, L, S).
         """
@@ -129,7 +129,7 @@ class MixerAttention(nn.Module):
             key_padding_mask = key_padding_mask if key_padding_mask is None else key_padding_mask.unsqueeze(0)
         if not self.batch_first:
             query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        trusted = is_causal and torch.compiler.is_compiling()  # a graph cannot look at the mask
+        trusted = is_causal and torch.compiler.is_compiling()  # a graph cannot inspect the mask
         if not trusted:
             is_causal = _is_causal(attn_mask, query.shape[1], key.shape[1], hint=is_causal)
         self.interior.mixer.refuse(causal=is_causal, cross=cross and ANOTHER)
@@ -151,7 +151,7 @@ class MixerAttention(nn.Module):
     def stream(
         self, query: Tensor, state: LayerState | None = None, *, key_padding_mask: Tensor | None = None
     ) -> tuple[Tensor, LayerState]:
-        """Causal self-attention over a stream's next tokens: their output, and the state for the next."""
+        """Causal self-attention over a stream's next tokens: their output, and the state after them."""
         self._check(query, query, query)
         if query.ndim != 3:
             raise ValueError(f"query must be batched, with 3 dimensions, in a stream; got {shown(query)}")
@@ -182,17 +182,18 @@ class MixerAttention(nn.Module):
 class CosformerAttention(MixerAttention):
     """Multi-head cosFormer attention, a drop-in for `nn.MultiheadAttention` at linear cost.
 
-    `MixerAttention` with these arguments besides its own:
+    Its arguments besides those of `nn.MultiheadAttention`, and num_kv_heads, short_conv, qk_norm and
+    output_gate of `MixerAttention`:
 
-    horizon        a number, one per head, or None for the longer of the two lengths of each call
+    horizon        a number, one per head, or None: the longer of each call's two lengths
     decay          None (the paper's operator), "ladder", one rate or one per head, or "gated" (recommended):
-                   one per head and position, which a linear gate reads from the input in self-attention.
-                   With decay come a short convolution of q, k and v and norms of q and k, unless refused
-                   (short_conv=0, qk_norm=False); cross attention takes no convolution
-    learn_decay    constant rates are learned
-    eps, backend   the operator's
+                   one per head and position, from a linear gate on the input (self-attention only).
+                   With decay q, k and v are convolved and q and k normed by default (short_conv=0,
+                   qk_norm=False: not); cross attention needs short_conv=0
+    learn_decay    learn the constant rates
+    eps, backend   as in `cosformer_attention`
 
-    It also loads the weights of the official cosFormer file.
+    It also loads the weights of the official cosFormer module.
 
     >>> attention = CosformerAttention(512, 8, horizon=4096, batch_first=True)
     >>> x = torch.randn(2, 1000, 512)
@@ -234,7 +235,7 @@ class CosformerAttention(MixerAttention):
 
 
 def _is_one(query: Tensor, key: Tensor) -> bool:
-    """Whether query and key are one tensor, or the same memory, as in a checkpoint's second forward."""
+    """Whether query and key are one tensor, or share memory, as when checkpointing recomputes."""
     if key is query:
         return True
     if torch.compiler.is_compiling() or not all(map(_has_memory, (query, key))):
@@ -259,7 +260,7 @@ def _check_state(state: LayerState, rows: int) -> None:
 
 
 def _keep(key_padding_mask: Tensor | None, key: Tensor) -> Tensor | None:
-    """nn.MultiheadAttention's mask (True, or -inf, = ignore) as the operator's (True = keep).
+    """nn.MultiheadAttention's mask (True or -inf = ignore) as the operator's (True = keep).
 
     key is (B, S, ...).
     """
@@ -281,7 +282,7 @@ def _keep(key_padding_mask: Tensor | None, key: Tensor) -> Tensor | None:
         )
     hidden = key_padding_mask == -math.inf
     plain = (hidden | (key_padding_mask == 0)).all()
-    if torch.compiler.is_compiling():  # a graph's own way to refuse
+    if torch.compiler.is_compiling():  # a graph cannot raise from Python
         torch._assert_async(plain, BIASED)
     elif not bool(plain):
         raise ValueError(BIASED)
@@ -312,7 +313,7 @@ def _is_causal(attn_mask: Tensor | None, L: int, S: int, *, hint: bool) -> bool:
 def _accept_multihead_attention(module: MixerAttention, state_dict: dict, prefix: str, *args) -> None:
     """Accept nn.MultiheadAttention's names: in_proj_weight, in_proj_bias, and q_, k_ and v_proj_weight.
 
-    It has nothing between its projections, so where its names are met the interior stays as it is.
+    It has nothing between its projections, so with these names the interior keeps its own values.
     """
     theirs = any(f"{prefix}{name}_weight" in state_dict for name in ("in_proj", "q_proj"))
     if theirs:
@@ -334,7 +335,7 @@ def _accept_multihead_attention(module: MixerAttention, state_dict: dict, prefix
 
 
 def _place_constants(module: MixerAttention, _) -> None:
-    """load_state_dict(assign=True) takes a module off meta, but not a decay's constants: none are saved."""
+    """Take decay constants off meta: they are not saved, so load_state_dict(assign=True) leaves them."""
     for part in module.interior.modules():
         if isinstance(part, Decay) and part.constant is not None and part.constant.is_meta:
             part.constant = part.start(module.q_proj.weight.device)

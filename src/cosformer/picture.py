@@ -15,7 +15,7 @@ PANELS = ["softmax", "cosformer-paper", "relu"]
 
 
 def example(length: int, head_dim: int, *, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """A query and key matrix (1, 1, length, head_dim) as text might give them: topics that drift."""
+    """Queries and keys (1, 1, length, head_dim) like those of text: slowly drifting topics."""
     generator = torch.Generator().manual_seed(seed)
     topic, drift = torch.randn(head_dim, generator=generator), []
     for _ in range(length):
@@ -36,7 +36,7 @@ def draw(
     causal: bool = False,
     seed: int = 0,
 ) -> Path:
-    """Draw one panel for each mixer, and the cosine of the distance, to the PNG at `path`.
+    """Draw one panel per mixer, and one of the cosine of the distance, to the PNG at `path`.
 
     >>> draw(["softmax", "cosformer-paper", "relu"], "attention.png")
     """
@@ -51,11 +51,11 @@ def draw(
     for name in mixers:
         mixer = build(name, heads=1, head_dim=head_dim, max_length=length)
         with torch.no_grad():
-            matrix = weights(mixer, q, k, x=q[:, 0], causal=causal)  # one head: the input may be the query
+            matrix = weights(mixer, q, k, x=q[:, 0], causal=causal)  # with one head, q can serve as the input
             panels[style.name(name)] = matrix[0, 0].float()
     lag = torch.arange(length)[:, None] - torch.arange(length)
     panels["cosine of the distance"] = torch.cos(math.pi / 2 * lag / length)
-    if causal:  # the future is left blank: a zero would look like a weight that happens to be small
+    if causal:  # leave the future blank: zeros would look like small weights
         panels = {name: matrix.masked_fill(lag < 0, math.nan) for name, matrix in panels.items()}
     return matrices({name: matrix.numpy() for name, matrix in panels.items()}, path)
 

@@ -4,9 +4,9 @@
     s_ij  = relu(q_i) . relu(k_j) * cos(pi/2 * (i - j) / M) * exp(-|A_i - A_j|)
 
 M is the horizon, the distance at which a key stops mattering. The last factor is the optional decay: A is the
-running sum of the rates (rate * position for a constant), and no rates means the paper's operator. Why this
-can be computed at linear cost: cos(a - b) = cos a cos b + sin a sin b splits the weight into features of i
-times features of j (ops/_torch.py does it).
+running sum of the rates (rate * position if constant); without rates this is the paper's operator. It can be
+computed at linear cost because cos(a - b) = cos a cos b + sin a sin b splits the weight into features of i
+times features of j (see ops/_torch.py).
 
     B          batch                     L, S   query and key length
     H, Hk      query, key/value heads    D, E   key and value size
@@ -23,7 +23,7 @@ def weights(q, k, *, horizon, causal=False, key_mask=None, q_offset=0, decay=Non
     (H, L), S = q.shape[1:3], k.shape[2]
     i = torch.arange(L, device=q.device)[:, None] + q_offset  # the query's position
     j = torch.arange(S, device=q.device)[None, :]
-    M = torch.as_tensor(horizon, dtype=torch.float64, device=q.device).reshape(-1, 1, 1)  # or one a head
+    M = torch.as_tensor(horizon, dtype=torch.float64, device=q.device).reshape(-1, 1, 1)  # (1 or H, 1, 1)
     cosine = torch.cos((i - j) / M * (math.pi / 2)).to(q)
     s = (q.relu() @ k.relu().repeat_interleave(H // k.shape[1], 1).mT) * cosine
     if decay is not None and decay.ndim == 1:  # one rate per head

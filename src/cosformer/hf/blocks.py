@@ -22,7 +22,7 @@ def outer(stack: Any, model: Any) -> tuple[Any, Any, Any, Any]:
 
 
 def ends_of(stack: Any, model: Any) -> Ends | None:
-    """What stands around the blocks; None if the kernel does not take it."""
+    """The parts around the blocks; None if the kernel cannot take them."""
     table, positions, norm, head = outer(stack, model)
     tables = [table] if positions is None else [table, positions]
     plain = all(type(t) is nn.Embedding and t.max_norm is None for t in tables)
@@ -39,12 +39,12 @@ def ends_of(stack: Any, model: Any) -> Ends | None:
 
 
 def is_heard(*modules: nn.Module) -> bool:
-    """Whether somebody listens to a module, or has given it another forward."""
+    """Whether any module has forward hooks, or a forward set on the instance."""
     return any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in modules)
 
 
 def block_of(layer: Any, parts: tuple[type, ...]) -> Block | None:
-    """What the kernel reads of a block; None if it does not take it: `parts` are the classes it knows."""
+    """What the kernel reads of a block; None if it cannot take it. `parts` are the classes it knows."""
     if type(layer) is not parts[0]:
         return None
     layer = cast(Any, layer)
@@ -112,7 +112,7 @@ def _linear(module: Any) -> Linear:
 
 
 def _is_linear(mixer: Any) -> bool:
-    """Whether a mixer's stream is the core's, on q and k as they are."""
+    """Whether a mixer's stream is the core's, with q and k unchanged."""
     if not isinstance(mixer, Kernel) or type(mixer) not in (Cosformer, Relu, Identity):
         return False
     decay: Decay | None = getattr(mixer, "decay", None)
@@ -129,7 +129,7 @@ def _is_softmax(mixer: Any) -> bool:
 
 
 def _turns(mixer: Softmax) -> Tensor | None:
-    """By how much rotary positions turn each pair from one position to the next."""
+    """How far rotary positions turn each pair per position."""
     return None if mixer.positions is None else speeds(mixer.head_dim, cast(Rope, mixer.positions).base)
 
 

@@ -17,7 +17,7 @@ from ..ops.state import State
 
 
 class KeptLayer(CacheLayerMixin):
-    """What one layer keeps, whatever it is: a dataclass of tensors with `position` and `index_select`."""
+    """What one layer keeps, of any kind: a dataclass of tensors with `position` and `index_select`."""
 
     is_compileable = False
     is_sliding = False
@@ -26,7 +26,7 @@ class KeptLayer(CacheLayerMixin):
     kept: Any = None
 
     def __deepcopy__(self, memo: dict) -> KeptLayer:
-        """Also of tensors that are part of a graph, which torch does not copy: the copy stands outside it."""
+        """Detaches tensors that are part of a graph, which torch refuses to copy."""
         for t in tensors([*vars(self).values()]):
             if not t.is_leaf:
                 memo[id(t)] = copy.deepcopy(t.detach(), memo)
@@ -42,7 +42,7 @@ class KeptLayer(CacheLayerMixin):
         return self.get_seq_length() + query_length, 0
 
     def get_max_length(self) -> int:
-        return -1  # none is known here: the model refuses what its mixers cannot reach
+        return -1  # unknown here: the model refuses lengths beyond its mixers' reach
 
     get_max_cache_shape = get_max_length  # the name before transformers 5.13
 
@@ -80,7 +80,7 @@ class KeptLayer(CacheLayerMixin):
         return 0 if self.kept is None else sum(t.nbytes for t in tensors(self.kept))
 
     def lazy_initialization(self, *args, **kwargs) -> None:
-        """Nothing to allocate: the first call makes what is kept."""
+        """Nothing to allocate: the first call creates what is kept."""
 
     def update(self, *args, **kwargs):
         raise TypeError(
@@ -92,12 +92,12 @@ class StreamLayer(KeptLayer):
     """What a layer remembers of its own tokens.
 
     A state cannot forget, so going back means starting from an earlier one: after `activate_past_recording`
-    the tokens since the last `crop` are kept, and those that stay are read again.
+    the tokens since the last `crop` are recorded, and those that remain are read again.
     """
 
     _kept: LayerState | None = None
-    ahead = 0  # tokens that are in the tensors of `_kept`, but not in its position
-    torn = False  # a token is being written into them
+    ahead = 0  # tokens in the tensors of `_kept` that its position does not count
+    torn = False  # while a token is being written into them
 
     def __init__(self) -> None:
         super().__init__()
@@ -105,8 +105,8 @@ class StreamLayer(KeptLayer):
         self.origin: LayerState | None = None  # the state at the last crop ...
         self.since: list[Tokens] = []  # ... and what was read after it
         self.replay = False
-        self.owned: LayerState | None = None  # what is kept, if nobody else has its tensors
-        self.made_by: tuple | None = None  # the mixer whose it is, and the widths of its q, k and v
+        self.owned: LayerState | None = None  # `kept`, if nobody else holds its tensors
+        self.made_by: tuple | None = None  # its mixer's name, and the widths of q, k and v
 
     @property
     def kept(self) -> LayerState | None:
@@ -124,8 +124,8 @@ class StreamLayer(KeptLayer):
         self._kept, self.ahead = kept, 0
 
     def own(self) -> LayerState | None:
-        """What is kept, in contiguous tensors that may be changed in place, by one who then calls `advance`;
-        keys have room for one more behind them. None where a way back must be kept."""
+        """What is kept, in contiguous tensors that a caller may change in place before it calls `advance`;
+        keys have room for one more behind them. None if earlier states must be kept."""
         self.check_whole()
         if self.record_past or self.replay or self.kept is None:
             return None
@@ -137,16 +137,16 @@ class StreamLayer(KeptLayer):
 
     @property
     def is_masked(self) -> bool:
-        """Whether some of the keys that it keeps are not seen."""
+        """Whether some of the keys it keeps may be masked."""
         return self._kept is not None and getattr(self._kept.mixer, "key_mask", None) is not None
 
     def owns(self, kept: LayerState) -> bool:
-        """Whether `own` gave this, and would again."""
+        """Whether `own` returned this, and would again."""
         changing = self.record_past or self.replay or self.torn
         return self._kept is kept and self.owned is kept and not changing
 
     def advance(self) -> None:
-        """One more token is in what is kept, which was changed in place."""
+        """Count one more token, which was written into the kept tensors in place."""
         self.ahead += 1
         self.torn = False
 
@@ -158,7 +158,7 @@ class StreamLayer(KeptLayer):
             )
 
     def check_owner(self, interior: Interior, tokens: Tokens) -> None:
-        """Stop where what is kept is of another layer or of other rows."""
+        """Raise if what is kept is another layer's, or has another number of rows."""
         own = interior.mixer.name, tuple(t.shape[-1] for t in (tokens.q, tokens.k, tokens.v))
         if self._kept is None or self.made_by is None:
             self.made_by = own
@@ -176,7 +176,7 @@ class StreamLayer(KeptLayer):
         """The next tokens through a layer's interior: their output (B, L, .)."""
         self.check_whole()
         self.check_owner(interior, tokens)
-        if self.replay:  # tokens were taken back: those that stay are read again, and settled
+        if self.replay:  # tokens were cropped: read those that remain again
             self.kept = self.origin
             for seen in self.since:
                 self._read(interior, seen)
@@ -206,7 +206,7 @@ class StreamLayer(KeptLayer):
     def crop(self, tokens: int) -> None:
         """Forget the last `-tokens` tokens.
 
-        A positive number is the length to return to, as transformers before 5.16 gives it.
+        A positive number is the length to return to, as in transformers before 5.16.
         """
         length = self.get_seq_length()
         surplus = -tokens if tokens <= 0 else length - tokens
@@ -218,7 +218,7 @@ class StreamLayer(KeptLayer):
                 f"crop: {surplus} tokens cannot be taken back, {recorded} were recorded; "
                 "call cache.activate_past_recording() before them"
             )
-        if surplus <= 0 and not self.replay:  # all that was read is settled
+        if surplus <= 0 and not self.replay:  # nothing to take back: record from here on
             self.origin, self.since = self.kept, []
             return
         self.replay = True
@@ -242,7 +242,7 @@ class StreamLayer(KeptLayer):
 
 
 class CosformerCache(DynamicCache):
-    """One `StreamLayer` a layer, or for cross attention, which absorbs the source once, one `KeptLayer`."""
+    """One `StreamLayer` per layer or, for cross attention, which absorbs the source once, one `KeptLayer`."""
 
     def __init__(self, layers: int, *, kind: type[KeptLayer] = StreamLayer):
         Cache.__init__(self, layers=[kind() for _ in range(layers)])
@@ -254,7 +254,7 @@ class CosformerCache(DynamicCache):
 
     @property
     def nbytes(self) -> int:
-        """The bytes of what this cache keeps; keys and values may have room for some more behind them."""
+        """The bytes of what this cache keeps, without the room behind keys and values."""
         return sum(layer.nbytes for layer in self.layers)
 
 
@@ -279,7 +279,7 @@ def tensors(kept: Any) -> Iterator[Tensor]:
 
 
 def mapped(kept: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """The same with every tensor changed."""
+    """`kept` with `change` applied to every tensor."""
     if isinstance(kept, Tensor):
         return change(kept)
     if isinstance(kept, tuple):

@@ -17,12 +17,12 @@ from .. import mixers
 from .loss import LOSSES
 from .pooling import POOLINGS
 
-FORMAT = 3  # of a saved model: its fields and the names of its weights
+FORMAT = 3  # of saved models: their fields and the names of their weights
 POSITIONS = ("learned", "none", None)
 BY_TYPE = {"full_attention": "softmax", "sliding_attention": "local"}  # the mixer of a layer of that type
 
 NAMES = 'a str, such as "cosformer" or "cosformer*3, softmax+rope"'
-KINDS: dict[str, tuple[tuple[type, ...], str]] = {  # what our fields may be
+KINDS: dict[str, tuple[tuple[type, ...], str]] = {  # what our fields accept
     "mixer": ((str,), NAMES),
     "encoder_mixer": ((str, NoneType), NAMES + ", or None"),
     "cross_mixer": ((str, NoneType), 'a str, such as "cosformer-paper", or None'),
@@ -39,19 +39,19 @@ KINDS: dict[str, tuple[tuple[type, ...], str]] = {  # what our fields may be
 class CosformerFields:
     """What the three configurations share: our fields, their checks, and what follows from them."""
 
-    causal_layers: ClassVar[bool]  # whether the layers of `mixer` see only what is before them
+    causal_layers: ClassVar[bool]  # whether the layers of `mixer` are causal
 
     cosformer_format: int = FORMAT
     mixer: str = "cosformer"  # one for all layers, or one for each: "cosformer*3, softmax+rope"
-    mixer_options: dict | None = None  # each is given to those mixers that have it
-    layer_types: Any = None  # transformers' word for each layer; where given, it chooses among mixers
-    layer_mixers: Any = None  # the mixer of each layer; as layer_types a list[str] as soon as it is made
-    full_attention_interval: int | None = None  # every so manieth layer, and the last, is softmax
-    horizon: int | float | None = None  # no two tokens may lie further apart; None is the mixer's own
-    positions: str | None = None  # one of POSITIONS; None is what the mixers want
-    short_conv: int | None = None  # in all layers; 0 is none, None the widest that any mixer wants
-    qk_norm: bool | None = None  # in all layers; None: if any mixer wants them
-    output_gate: bool = False  # a layer's output times a sigmoid of its input
+    mixer_options: dict | None = None  # each option goes to the mixers that have it
+    layer_types: Any = None  # transformers' name for each layer; if given, it selects mixers
+    layer_mixers: Any = None  # the mixer of each layer; like layer_types a list[str] after `settle`
+    full_attention_interval: int | None = None  # every n-th layer, and the last, is softmax
+    horizon: int | float | None = None  # the largest distance between tokens; None: the mixer's own
+    positions: str | None = None  # one of POSITIONS; None: as the mixers want
+    short_conv: int | None = None  # in all layers; 0: none, None: the widest that any mixer wants
+    qk_norm: bool | None = None  # in all layers; None: if any mixer wants it
+    output_gate: bool = False  # multiply a layer's output by a sigmoid of its input
 
     if TYPE_CHECKING:  # fields of every architecture
         hidden_size: int
@@ -71,17 +71,17 @@ class CosformerFields:
         return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
-        """peft reads a config by this: LoRA without `target_modules` then knows ours as it knows Llama's."""
+        """peft reads a config through this: tell it our LoRA `target_modules`, as it knows Llama's."""
         if (peft := sys.modules.get("peft.utils.constants")) is not None:
             known = peft.TRANSFORMERS_MODELS_TO_LORA_TARGET_MODULES_MAPPING
             known.setdefault(self.model_type, ["q_proj", "v_proj"])
         return super().to_dict()  # type: ignore[misc]
 
     def check_kinds(self) -> None:
-        """Whether our fields are what they may be: transformers looks only at an architecture's own."""
+        """Check the types of our fields: transformers checks only an architecture's own."""
         for name, (kinds, wanted) in KINDS.items():
             value = getattr(self, name, None)
-            is_flag = isinstance(value, bool) and bool not in kinds  # which Python takes for a number
+            is_flag = isinstance(value, bool) and bool not in kinds  # bool is an int to Python
             if hasattr(self, name) and (is_flag or not isinstance(value, kinds)):
                 raise TypeError(f"{name} must be {wanted}; got {value!r}")
         if self.short_conv is not None and self.short_conv < 0:
@@ -93,7 +93,7 @@ class CosformerFields:
             )
 
     def settle(self, *, layers: int, heads: int, beside: Iterable[str] = ()) -> None:
-        """Check the fields, and fill in those that follow from others; `beside` are mixers not in `mixer`."""
+        """Check the fields and fill in those that follow from others; `beside` are mixers besides `mixer`."""
         self._fold_types(layers)
         names = mixers.layers(self.mixer, layers)
         self._check_options({key for name in (*names, *beside) for key in mixers.options(name)})
@@ -112,16 +112,16 @@ class CosformerFields:
         self.layer_types = [made[name].layer_type for name in names]
         if self.positions is None:
             everyone = made.values()
-            if self.causal_layers:  # a decoder learns positions only where no layer knows where it is ...
+            if self.causal_layers:  # a decoder learns positions only if no mixer encodes them ...
                 learned = all(mixer.learned_positions for mixer in everyone)
-            else:  # ... an encoder, as BERT, unless a mixer turns q and k
+            else:  # ... an encoder, like BERT, unless a mixer changes q and k
                 learned = all(mixer.positions is None for mixer in everyone)
             self.positions = "learned" if learned else "none"
         if not all(mixer.streaming is True for mixer in made.values()):
             self.use_cache = False
 
     def mixer_of(self, name: str, *, heads: int, size: int) -> mixers.Mixer:
-        """The mixer called `name` with the options of this configuration that it has."""
+        """The mixer called `name`, with those of our options that it accepts."""
         accepted = mixers.options(name)
         given = {key: value for key, value in (self.mixer_options or {}).items() if key in accepted}
         if self.horizon is not None and "horizon" in accepted:
@@ -130,7 +130,7 @@ class CosformerFields:
         return mixers.build(name, heads=heads, **sizes, **given)
 
     def _check_options(self, accepted: set[str]) -> None:
-        """Whether some mixer takes what is given to them."""
+        """Check that some mixer accepts each option."""
         if unknown := [key for key in self.mixer_options or {} if key not in accepted]:
             known = ", ".join(sorted(accepted)) or "none"
             raise ValueError(f"mixer_options has {unknown[0]!r}; mixer {self.mixer!r} accepts {known}")
@@ -142,7 +142,7 @@ class CosformerFields:
             raise ValueError(f"horizon is {self.horizon}, but mixer {self.mixer!r} has none")
 
     def _fold_types(self, layers: int) -> None:
-        """`layer_types` or `full_attention_interval`, where they say more than `mixer`, become part of it."""
+        """Merge `layer_types` or `full_attention_interval` into `mixer`, if they say more than it does."""
         names, kinds = mixers.layers(self.mixer, layers), self.layer_types
         one, every = len(set(names)) == 1, self.full_attention_interval
         if every is not None:
@@ -170,11 +170,11 @@ class CosformerFields:
 
 @dataclass(kw_only=True)
 class StackFields(CosformerFields):
-    """What decoder and encoder, stacks of the same blocks, have besides."""
+    """Further fields of decoder and encoder, which are stacks of the same blocks."""
 
-    dropout: float = 0.0  # on the embeddings and on what each block adds
-    loss: str = "softmax"  # what training minimises, one of LOSSES; evaluation is always the softmax
-    loss_samples: int = 256  # the classes that one-vs-each draws for a batch
+    dropout: float = 0.0  # on the embeddings and on the output of attention and MLP
+    loss: str = "softmax"  # what training minimises, one of LOSSES; evaluation always uses the softmax
+    loss_samples: int = 256  # the classes that one-vs-each draws per batch
 
     if TYPE_CHECKING:
         num_hidden_layers: int
@@ -193,7 +193,7 @@ class StackFields(CosformerFields):
         super().__post_init__(**kwargs)  # type: ignore[misc]
 
     def _check_sizes(self) -> None:
-        """Llama's own checks come too late, and leave some of these to its layers."""
+        """Llama's own checks come too late, and leave some of this to its layers."""
         heads, groups = self.num_attention_heads, self.num_key_value_heads
         if heads < 1:
             raise ValueError(f"num_attention_heads is {heads}; it must be at least 1")
@@ -216,7 +216,7 @@ class CosformerConfig(StackFields, LlamaConfig):
     """A decoder with Llama's blocks."""
 
     model_type = "cosformer"
-    base_model_tp_plan = None  # Llama's would split the heads but not what reads the layer's input for them
+    base_model_tp_plan = None  # Llama's would split the heads, but not the gates that read a layer's input
     causal_layers = True
 
 
@@ -238,20 +238,20 @@ class CosformerEncoderConfig(StackFields, LlamaConfig):
 
 
 class CosformerSeq2SeqConfig(CosformerFields, BartConfig):
-    """An encoder-decoder with BART's blocks; `mixer` and what is about layers is the decoder's."""
+    """An encoder-decoder with BART's blocks; `mixer` and the fields about layers are the decoder's."""
 
     model_type = "cosformer_seq2seq"
     causal_layers = True
 
     positions: str | None = "learned"
-    encoder_mixer: str | None = None  # None is the decoder's
+    encoder_mixer: str | None = None  # None: the decoder's
     encoder_layer_mixers: Any = None
-    cross_mixer: str | None = None  # what reads the source; None is chosen by `cross_mixer_of`
+    cross_mixer: str | None = None  # reads the source; None: `cross_mixer_of` chooses
 
     def __post_init__(self, **kwargs):
         self.check_kinds()
         if self.encoder_mixer is None:
-            self.encoder_mixer = self.mixer  # as it was given: below it is unfolded to the decoder's layers
+            self.encoder_mixer = self.mixer  # as given: `settle` may expand it for the decoder
         self.encoder_layer_mixers = mixers.layers(self.encoder_mixer, self.encoder_layers)
         beside = [*self.encoder_layer_mixers, *filter(None, [self.cross_mixer])]
         self.settle(layers=self.decoder_layers, heads=self.decoder_attention_heads, beside=beside)
@@ -262,10 +262,10 @@ class CosformerSeq2SeqConfig(CosformerFields, BartConfig):
             )
 
     def cross_mixer_of(self, name: str) -> str:
-        """What reads the source beside a decoder layer with the mixer `name`: the same, but no cosine."""
+        """What reads the source in a decoder layer with the mixer `name`: the same, without positions."""
         if self.cross_mixer is not None:
             return self.cross_mixer
         return "relu" if name.startswith("cosformer") else name.partition("+")[0]
 
     def validate_layer_type(self):
-        """transformers would compare the decoder's `layer_types` with the encoder's layers; checked above."""
+        """Left to `settle`: transformers compares the decoder's `layer_types` with the encoder's layers."""

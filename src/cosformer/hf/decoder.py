@@ -40,11 +40,11 @@ class CosformerForCausalLM(CosformerPreTrained, LlamaForCausalLM):
         num_items_in_batch=None,
         **kwargs,
     ):
-        """Llama's, by names that transformers looks for: it leaves out what a forward does not name.
+        """Llama's, with named arguments: transformers drops those that a forward does not name.
 
         In training with a `config.loss` other than the softmax there are no logits.
 
-        Where processes share a sequence, `shift_labels` are the labels, shifted before they were cut.
+        If processes share a sequence, `shift_labels` are the labels, shifted before they were cut.
         """
         if self._is_next_token(input_ids, past_key_values, inputs_embeds, labels, kwargs):
             logits = next_logits(self, input_ids, past_key_values, attention_mask, position_ids)
@@ -59,7 +59,7 @@ class CosformerForCausalLM(CosformerPreTrained, LlamaForCausalLM):
                     "labels of a part of a sequence: its last token's is in the next process; "
                     "shift the labels of the whole, cut them, and pass them as shift_labels, too"
                 )
-            kwargs["shift_labels"] = shifted = shifted.contiguous()  # upstream wants to view them
+            kwargs["shift_labels"] = shifted = shifted.contiguous()  # upstream calls view() on them
             num_items_in_batch = labels_of(group, shifted, num_items_in_batch)
         if labels is None or not self.training or self.config.loss == "softmax":
             if num_items_in_batch is not None:
@@ -74,11 +74,11 @@ class CosformerForCausalLM(CosformerPreTrained, LlamaForCausalLM):
         return CausalLMOutputWithPast(loss=loss)
 
     def _is_next_token(self, ids, cache, embeds, labels, asked: dict) -> bool:
-        """Whether a call is for the logits of one more token a row, and nothing else."""
+        """Whether a call wants the logits of one more token per row, and nothing else."""
         one = isinstance(ids, Tensor) and ids.ndim == 2 and ids.shape[1] == 1
         if not one or type(cache) is not CosformerCache or labels is not None or embeds is not None:
             return False
-        if len(cache.layers) != len(self.model.layers):  # to be refused
+        if len(cache.layers) != len(self.model.layers):  # refused later
             return False
         if asked.get("use_cache") is False or not isinstance(asked.get("logits_to_keep", 0), int):
             return False
@@ -86,14 +86,14 @@ class CosformerForCausalLM(CosformerPreTrained, LlamaForCausalLM):
 
     @property
     def takes_ids(self) -> bool:
-        """Whether the stack is called with numbers of tokens alone, and does with them what ours does."""
+        """Whether the stack can be given token ids alone, and treats them as ours does."""
         config, stack = self.config, self.model
         if config.output_hidden_states or config.output_attentions or config.return_dict is False:
             return False
         return type(stack).forward is CosformerStack.forward and stack.sequence_group is None
 
     def _sample(self, input_ids, logits_processor, stopping_criteria, generation_config, **given):
-        """transformers' loop of greedy and sampled texts, or, where it is plain, ours: it writes the same."""
+        """transformers' loop for greedy and sampled text or, for plain calls, ours, which writes the same."""
         loop = Loop.of(self, input_ids, logits_processor, stopping_criteria, generation_config, given)
         if loop is None or type(self).forward is not CosformerForCausalLM.forward or not self.takes_ids:
             return super()._sample(input_ids, logits_processor, stopping_criteria, generation_config, **given)

@@ -3,9 +3,9 @@
 `CosformerForPairClassification` is Long-Range Arena's model of two texts, read one by one:
 [a, b, a * b, a - b] through an MLP.
 
-A head averages its loss over a batch itself, so the Trainer must not hand it num_items_in_batch
-(`accepts_loss_kwargs`). That is right for classes, one a row; masked tokens are not as many in every batch,
-so there it is taken.
+A head averages its loss over a batch itself, so the Trainer must not pass it num_items_in_batch
+(`accepts_loss_kwargs`). That is right for one class per row; the number of masked tokens differs between
+batches, so CosformerForMaskedLM takes it.
 """
 
 from typing import Any
@@ -43,11 +43,11 @@ class CosformerEncoderModel(CosformerStack):
 
 
 class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
-    """Abstract: an encoder and what reads it."""
+    """Abstract: an encoder and a head that reads it."""
 
     config: CosformerEncoderConfig
     accepts_loss_kwargs = False
-    has_other_losses = False  # than the softmax of all its logits
+    has_other_losses = False  # than the softmax over all its logits
 
     def __init__(self, config: CosformerEncoderConfig):
         super().__init__(config)
@@ -63,7 +63,7 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
         self.model.embed_tokens = value
 
     def encoded(self, input_ids=None, attention_mask=None, **kwargs) -> BaseModelOutputWithPast:
-        kwargs.pop("token_type_ids", None)  # tokenizers of BERT's kind give them; there are no segments here
+        kwargs.pop("token_type_ids", None)  # BERT-like tokenizers return them; there are no segments here
         kwargs |= {"attention_mask": attention_mask, "return_dict": True}
         return self.model(input_ids, **kwargs)
 
@@ -72,9 +72,9 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
         return self.encoded(input_ids, attention_mask, **kwargs).last_hidden_state
 
     def read_off(self, hidden: Tensor, layer: Any, labels: Tensor | None, items: Any = None) -> dict:
-        """Loss and logits of an output layer; no logits in training without the plain softmax.
+        """Loss and logits of an output layer; in training with another loss than the softmax, no logits.
 
-        `items`, from the Trainer, divides the sum of losses, in place of the number of labels.
+        `items`, from the Trainer, divides the sum of losses instead of the number of labels.
         """
         if labels is None:
             return {"logits": layer(hidden)}
@@ -84,13 +84,13 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
             return {"loss": without_logits(self.config, hidden, layer, labels, items)}
         logits = layer(hidden)
         if items is None:
-            items = (labels != -100).sum().clamp_min(1)  # without any the loss is 0, not NaN
+            items = (labels != -100).sum().clamp_min(1)  # without labels the loss is 0, not NaN
         loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
         return {"loss": loss / items, "logits": logits}
 
 
 class TextHead(EncoderHead):
-    """Abstract: a head that reads one vector a text, and tells its class, its classes or numbers, as
+    """Abstract: a head that reads one vector per text and predicts its class, classes or numbers, as
     `config.problem_type` says."""
 
     def __init__(self, config: CosformerEncoderConfig):
@@ -135,9 +135,9 @@ class CosformerForMaskedLM(EncoderHead):
     def forward(
         self, input_ids=None, attention_mask=None, labels=None, num_items_in_batch=None, **kwargs
     ) -> MaskedLMOutput:
-        """`num_items_in_batch`, from the Trainer: the hidden tokens of all processes and accumulated batches
+        """`num_items_in_batch`, from the Trainer: the masked tokens of all processes and accumulated batches
         together; the loss is this batch's share of their mean. In training there are no logits beside a loss:
-        six of seven tokens are not asked for, and their scores are most of the work."""
+        six of seven tokens have no label, and their scores would be most of the work."""
         encoded = self.encoded(input_ids, attention_mask, **kwargs)
         hidden, training = encoded.last_hidden_state, self.training and labels is not None
         if training:
@@ -198,7 +198,7 @@ class CosformerForPairClassification(TextHead):
         labels=None,
         **kwargs,
     ) -> SequenceClassifierOutput:
-        """Hidden states, where asked for, are those of the first text and then those of the second."""
+        """Hidden states, if asked for, are those of the first text and then those of the second."""
         first = self.encoded(input_ids, attention_mask, **kwargs)
         second = self.encoded(pair_input_ids, pair_attention_mask, **kwargs)
         a = self.pooled(first.last_hidden_state, attention_mask)

@@ -15,7 +15,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Int8Linear(nn.Module):
-    """A linear layer whose weight is int8 with a scale for each row. It cannot be trained, nor saved."""
+    """A linear layer whose weight is int8 with a scale for each row. It cannot be trained or saved."""
 
     weight: Tensor
     scales: Tensor
@@ -41,19 +41,19 @@ class Int8Linear(nn.Module):
 
 
 def rounded(model: Model, weights: str) -> Model:
-    """The model with weights of this kind: float32, bfloat16, or int8 where it can have them."""
+    """The model with its weights in float32, bfloat16 or, if it supports them, int8."""
     return to_int8(model) if weights == "int8" else model.to(getattr(torch, weights))
 
 
 def to_int8(model: Model) -> Model:
     """Round the weights of all blocks and of the output layer, in place; embeddings and norms stay.
 
-    The next token of a batch is then taken by the native kernel, which reads int8. Whatever else a model does
-    goes through torch, with each weight brought back as it is used: correct, and slower than before.
+    Decoding then runs in the native kernel, which reads int8. All else goes through torch, which converts
+    each weight back when it is used: correct, and slower than before.
     """
     if not isinstance(getattr(model, "config", None), CosformerConfig):
         raise TypeError(f"model is a {type(model).__name__}; to_int8 takes a CosformerForCausalLM")
-    # Gates, another class, are small, and the rates of decay hang on them.
+    # Gates, of another class, are left out: they are small, and decay rates depend on them.
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
     for name, linear in linears.items():
         if not torch.isfinite(linear.weight).all():

@@ -1,16 +1,16 @@
 """attn_implementation="cosformer" and "cosformer:NAME": our attention in the architectures of transformers.
 
-transformers asks for two functions under one name: the attention itself, and the mask it wants to be given.
-Both are needed: without the second a padded batch arrives with no mask at all. What cannot be honoured is
-refused, never ignored.
+transformers looks up two functions under one name: the attention itself, and one that makes its mask. Both
+are needed: without the second a padded batch arrives with no mask at all. What cannot be honoured is refused,
+never ignored.
 
-"cosformer" is the operator, whose options stand in `config.cosformer`, a plain dict saved with the config:
+"cosformer" is the operator, with options from `config.cosformer`, a plain dict saved with the config:
 
     horizon   the distance at which a key stops mattering; the architecture's maximum positions if absent
     decay     None (the paper's operator), "ladder", or a list of rates, one per head
 
-Cross attention takes no cosine and no decay: its queries and keys stand on different axes, and transformers
-does not tell an attention function which target position a cached query has.
+Cross attention has no cosine and no decay: its queries and keys are on different axes, and transformers does
+not tell an attention function the target position of a cached query.
 
 "cosformer:NAME" is any mixer. A mixer is a module: it may have parameters and random draws, which must exist
 before a model is trained or its weights loaded. So `attach` gives every attention module of a model its
@@ -47,7 +47,7 @@ logger = logging.get_logger(__name__)
 
 
 def enter(implementation: str) -> None:
-    """Make both functions known to transformers under a name."""
+    """Register both functions with transformers under a name."""
     AttentionInterface.register(implementation, attention)
     AttentionMaskInterface.register(implementation, mask)
 
@@ -57,7 +57,7 @@ def attach(model: PreTrainedModel, name: str, **options) -> PreTrainedModel:
 
     >>> attach(AutoModelForCausalLM.from_config(config), "performer", features=128)
     """
-    # the mark of what calls the interface
+    # modules that call the interface have both
     layers: list[Any] = [m for m in model.modules() if hasattr(m, "is_causal") and hasattr(m, "config")]
     if not layers:
         raise ValueError(
@@ -163,10 +163,10 @@ def mask(
             rows = torch.arange(batch_size, device=kwargs.get("device"))
             last = torch.full_like(rows, q_length - 1)
             whole = mask_function(rows, torch.zeros_like(rows), last, torch.zeros_like(rows))
-            torch._assert_async(whole.all(), PACKED)  # a graph's own way to refuse
+            torch._assert_async(whole.all(), PACKED)  # a graph cannot raise from Python
             return None
-        # Another pattern. Some architectures make masks that no layer uses, so this one is refused where a
-        # layer does: its shape says what it is, and it holds one element.
+        # Another pattern. Some architectures make masks that no layer uses, so it is refused only where a
+        # layer uses it: `checked` knows it by its shape, and it holds one element.
         return torch.empty((), dtype=torch.bool, device=kwargs.get("device")).expand(
             batch_size, 1, q_length, kv_length
         )
@@ -187,9 +187,9 @@ def mask(
 
 
 def _is_joined(mask_function, kwargs: dict) -> bool:
-    """Whether a pattern may be the one that transformers makes, while it is traced, of positions that it
-    cannot see: causal, and within packed sequences. Then a row is one sequence if its last token sees the
-    first. What a caller adds to a pattern sets `use_vmap`."""
+    """Whether a pattern may be the one that transformers makes under tracing, where it cannot see positions:
+    causal, and within packed sequences. Then a row is one sequence if its last token sees the first. A
+    pattern that a caller adds sets `use_vmap`."""
     return mask_function.__name__ == "and_mask" and not kwargs.get("use_vmap")
 
 
@@ -201,16 +201,16 @@ PACKED = (
 
 @lru_cache  # it reads source text
 def check_calls_interface(config: type) -> None:
-    """Stop an architecture that asks for a mask, but for a softmax of its own: without one it would see all.
+    """Refuse an architecture that asks for a mask but attends by itself: without a mask it would see all.
 
-    One that asks for no mask either cannot be stopped here; docs/hugging-face.md says how to tell.
+    One that does not ask for a mask either cannot be refused here; docs/hugging-face.md says how to tell.
     """
     try:
         known: Any = MODEL_MAPPING.get(config, ())
-    except (AttributeError, ValueError):  # transformers names some classes that it does not have
+    except (AttributeError, ValueError):  # transformers lists some classes that it does not have
         return
     for model in known if isinstance(known, tuple) else (known,):
-        # transformers' own guess takes a source with some other attention, too, for one that never calls it
+        # transformers' own guess also says no to sources that call it but have other attention, too
         calls = hasattr(sys.modules.get(model.__module__), "ALL_ATTENTION_FUNCTIONS")
         if not calls and not model._can_set_attn_implementation():
             raise ValueError(
@@ -223,7 +223,7 @@ def check_calls_interface(config: type) -> None:
 def padding(attention_mask: Tensor) -> Tensor | None:
     """A 0/1 or bool mask as bool, or None if it keeps everything.
 
-    That is not asked of a graph, which has no values, nor of a device, where looking would be waiting.
+    Values are not read in a graph, which has none, nor on a device, where that would mean waiting.
     """
     keep = attention_mask.to(torch.bool)
     looks = keep.is_cpu and not torch.compiler.is_compiling()
@@ -231,7 +231,7 @@ def padding(attention_mask: Tensor) -> Tensor | None:
 
 
 def checked(attention_mask: Tensor | None, key: Tensor) -> Tensor | None:
-    """What `mask` made, as the operator wants it; refused if it is no padding mask."""
+    """What `mask` made, as the operator takes it; anything but a padding mask is refused."""
     if attention_mask is None:
         return None
     if attention_mask.ndim != 2:
@@ -244,7 +244,7 @@ def checked(attention_mask: Tensor | None, key: Tensor) -> Tensor | None:
 
 
 def refuse(module: nn.Module, kwargs: dict) -> None:
-    """Stop where a layer asks for something that has no meaning here."""
+    """Raise if a layer asks for something that has no meaning here."""
     refuse_others()
     for name, what in REFUSED.items():
         if kwargs.get(name) is not None:
@@ -258,13 +258,13 @@ def refuse(module: nn.Module, kwargs: dict) -> None:
 
 
 def is_causal_attention(module: nn.Module, given: bool | None) -> bool:
-    """Whether a query sees only the keys before it: as the call or module says, unless the config denies."""
+    """Whether attention is causal: as the call or module says, unless the config says no."""
     causal = getattr(module, "is_causal", True) if given is None else given
     return bool(causal) and getattr(module.config, "is_causal", True) is not False
 
 
 def is_cross_attention(module: nn.Module, *, causal: bool) -> bool:
-    """Whether the keys come from another sequence, told from the marks transformers' modules carry."""
+    """Whether the keys come from another sequence, judging by the attributes of transformers' modules."""
     marked = getattr(module, "is_cross_attention", False) or "CrossAttention" in type(module).__name__
     return marked or (not causal and bool(getattr(module, "is_decoder", False)))
 
@@ -286,14 +286,14 @@ def self_options(config, *, heads: int, device: torch.device) -> dict:
     if decay is None:
         return {"horizon": horizon, "decay": None}
     spec = tuple(decay) if isinstance(decay, list) else decay
-    several = list | dict | set  # what is remembered must be hashable
+    several = list | dict | set  # what `_rates` caches must be hashable
     if isinstance(spec, several) or (isinstance(spec, tuple) and any(isinstance(r, several) for r in spec)):
         raise TypeError(
             'config.cosformer["decay"] must be None, "ladder", a rate, or a list of rates, one per head; '
             f"got {decay!r}"
         )
     span = span_of(horizon_list(horizon, heads), otherwise=math.inf)
-    if span == math.inf and decay == "ladder":  # without a cosine the positions say how far
+    if span == math.inf and decay == "ladder":  # without a cosine it spans all positions
         span = max_positions(config)
     return {"horizon": horizon, "decay": _rates(spec, heads, span, device)}
 
@@ -305,9 +305,9 @@ def _rates(spec: DecaySpec, heads: int, span: float, device: torch.device) -> Te
 
 
 def check_reach(tokens: int, horizon, *, causal: bool) -> None:
-    """Stop where the operator would, but say where a model's horizon is set.
+    """Raise where the operator would, but say where a model's horizon is set.
 
-    What is no horizon at all is left to the operator.
+    Invalid horizons are left to the operator.
     """
     if isinstance(horizon, int | float) and horizon > 0 and not reaches(tokens, horizon, causal=causal):
         raise ValueError(
@@ -318,9 +318,9 @@ def check_reach(tokens: int, horizon, *, causal: bool) -> None:
 
 
 def reaches(tokens: int, horizon: float, *, causal: bool) -> bool:
-    """Whether a text's first and last token are near enough.
+    """Whether the first and last of `tokens` tokens lie within the horizon.
 
-    A key exactly at the horizon may only stand behind its query.
+    A key exactly at the horizon may only be behind its query.
     """
     return tokens - 1 <= horizon if causal else tokens - 1 < horizon
 

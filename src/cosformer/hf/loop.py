@@ -1,12 +1,12 @@
 """The loop of `generate` where it is plain: transformers' tokens, without what it does around each of them.
 
-transformers prepares the arguments of a forward, grows masks and positions, copies the whole text and asks
-every stopping criterion for a tensor, all for each token: longer than a small model takes to read its
-weights. Here a token goes from its number to its logits in one call (step.py), a text is written into room
-that grows now and then, and the criteria of length and end are numbers. Logits processors, other criteria
-and streamers are called as there, with what they get there. Where a token cannot go that way the model is
-called as transformers calls it. What is not plain (other outputs or arguments, methods that somebody
-changed) never comes here.
+For each token transformers prepares the arguments of a forward, grows masks and positions, copies the whole
+text and asks every stopping criterion for a tensor, which takes longer than a small model needs to read its
+weights. Here one call takes a token's id to its logits (step.py), text is written into a buffer that grows
+now and then, and the criteria of length and end are numbers. Logits processors, other criteria and streamers
+are called as in transformers, with the same arguments. If a token cannot go that way, the model is called as
+transformers calls it. Calls that are not plain (other outputs or arguments, overridden methods) never come
+here.
 """
 
 from typing import Any
@@ -28,11 +28,11 @@ from .step import Ready, ready_for_ids
 ARGUMENTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep"}
 METHODS = ("prepare_inputs_for_generation", "_update_model_kwargs_for_generation", "_prefill")
 OUTPUTS = ("output_attentions", "output_hidden_states", "output_scores", "output_logits")
-ROOM = 1024  # tokens that a text has room for at first, behind its beginning
+ROOM = 1024  # tokens by which the text's buffer grows, besides doubling
 
 
 class Loop:
-    """One call of `generate`: its text so far, and who is asked about every token."""
+    """One call of `generate`: its text so far, and the parties that are called for every token."""
 
     def __init__(self, model: Any, ids: Tensor, processors, criteria, config, streamer, kwargs: dict):
         self.model, self.config, self.streamer, self.kwargs = model, config, streamer, kwargs
@@ -41,7 +41,7 @@ class Loop:
         self.ids, self.rows = ids, len(ids)
         self.room, self.length = ids, ids.shape[1]
         self.unfinished = torch.ones_like(ids[:, 0])
-        self.behind = 0  # tokens that masks and positions in kwargs do not have yet
+        self.behind = 0  # tokens not yet in the masks and positions of kwargs
         self.ready: Ready | None = None
         self.held: list[Tensor] = []  # the parameters that `ready` reads
         parties = [*processors, *criteria, *([] if streamer is None else [streamer])]
@@ -50,7 +50,7 @@ class Loop:
 
     @classmethod
     def of(cls, model: Any, ids: Tensor, processors, criteria, config, given: dict) -> "Loop | None":
-        """The loop of such a call of `_sample`, or None where it is transformers'."""
+        """The loop for a call of `_sample`, or None if transformers' must run."""
         kwargs = {name: value for name, value in given.items() if name not in ("synced_gpus", "streamer")}
         plain = (
             not given.get("synced_gpus")
@@ -102,11 +102,11 @@ class Loop:
         return self.room[:, : self.length]
 
     def _seen(self) -> Tensor:
-        """The text as others are given it: in memory of its own, as far as they can tell."""
+        """The text for other parties, contiguous."""
         return self.text() if self.rows == 1 else self.text().contiguous()
 
     def _heard(self, party: Any, given: Tensor | None) -> Tensor:
-        """What processors or criteria say of the text, which those we do not know may have changed."""
+        """What processors or criteria return; unknown ones may also have changed the text."""
         seen = self._seen()
         said = party(seen, given)
         if not self.quiet:
@@ -120,9 +120,9 @@ class Loop:
         return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
 
     def _add(self, tokens: Tensor) -> bool:
-        """Write a token a row behind the text; whether it ends there."""
+        """Append a token per row; returns whether the text ends there."""
         padded = self.rows > 1 and any(hasattr(criterion, "eos_token_id") for criterion in self.criteria)
-        if padded:  # finished rows
+        if padded:  # pad finished rows
             tokens = tokens * self.unfinished + self.config._pad_token_tensor * (1 - self.unfinished)
         if self.length == self.room.shape[1]:
             room = self.room.new_empty(self.rows, 2 * self.length + ROOM)
@@ -140,13 +140,13 @@ class Loop:
             self.unfinished = self.unfinished & ~self._heard(self.criteria, None)
             return not self.unfinished.any()
         most, reminding, last = self.ends
-        if reminding is not None and reminding < self.length < most:  # it is said once
+        if reminding is not None and reminding < self.length < most:  # it warns once
             self.criteria(self.text(), None)
             self.ends = most, None, last
         return self.length >= most or int(tokens) in last
 
     def _logits(self) -> Tensor:
-        """Of the text's last tokens."""
+        """The logits of the text's last tokens."""
         last = self.room[:, self.length - 1]
         if not self.quiet and is_heard(self.model):
             return self._called()
@@ -164,7 +164,7 @@ class Loop:
         return self._called()
 
     def _called(self) -> Tensor:
-        """The same as transformers does it."""
+        """The same, by calling the model as transformers does."""
         model, self.ready = self.model, None
         outputs = CausalLMOutputWithPast(past_key_values=self.cache)
         self.kwargs = model._update_model_kwargs_for_generation(
@@ -176,18 +176,18 @@ class Loop:
 
 
 def _rounded(logits: Tensor, ready: Ready) -> Tensor:
-    """As the model's own are, whose dtype is narrower."""
+    """Rounded like the model's own, whose dtype is narrower."""
     return logits.to(ready.found.dtype).float()
 
 
 def _leaves_alone(party: Any) -> bool:
-    """Whether one who is called between two tokens is known not to change the model: transformers' own."""
+    """Whether a party is known not to change the model between tokens, as transformers' own are."""
     known = type(party).__module__.startswith("transformers.generation.")
     return known and not isinstance(party, PrefixConstrainedLogitsProcessor)
 
 
 def _numbers(criteria) -> tuple[float, int | None, set[int]] | None:
-    """Criteria of length and end as numbers: (length, where it reminds of the model's own, end tokens)."""
+    """Criteria of length and end as numbers: (most tokens, the model's own limit, end tokens), or None."""
     most, reminding, last = float("inf"), None, set()
     for criterion in criteria:
         if type(criterion) is MaxLengthCriteria:

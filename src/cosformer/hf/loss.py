@@ -1,7 +1,7 @@
 """Training losses for large vocabularies, which never hold a score for every token and class.
 
 chunked        the softmax itself, some tokens at a time (torch's `linear_cross_entropy`)
-one-vs-each    a bound of it whose cost does not grow with the vocabulary; Titsias, 2016, arXiv:1609.07410:
+one-vs-each    a bound on it whose cost does not grow with the vocabulary; Titsias, 2016, arXiv:1609.07410:
 
     log p(y) = -log sum_m exp(f_m - f_y)  >=  sum_{m != y} log sigmoid(f_y - f_m)
 
@@ -24,7 +24,7 @@ LOSSES = ("softmax", "chunked", "one-vs-each")
 def without_logits(
     config: Any, hidden: Tensor, layer: nn.Linear, labels: Tensor, total: Any = None
 ) -> Tensor:
-    """The loss that `config` names, where it is not the plain softmax, of tokens under an output layer."""
+    """The loss that `config` names, other than the plain softmax, of tokens under an output layer."""
     given = hidden, layer.weight, layer.bias, labels
     if config.loss == "chunked":
         return chunked(*given, total=total)
@@ -32,8 +32,8 @@ def without_logits(
 
 
 def problem_of(config: Any, labels: Tensor) -> str:
-    """What a classifier of texts learns: as `config.problem_type` says, or as transformers infers it and
-    leaves it there: its pipelines read it, too."""
+    """The problem type of a text classifier: `config.problem_type` or, as in transformers, inferred and
+    stored there, where its pipelines read it, too."""
     if config.problem_type is not None:
         return config.problem_type
     if config.num_labels == 1:
@@ -42,13 +42,13 @@ def problem_of(config: Any, labels: Tensor) -> str:
         found = "single_label_classification"
     else:
         found = "multi_label_classification"
-    if not torch.compiler.is_compiling():  # a graph changes no config
+    if not torch.compiler.is_compiling():  # a graph must not change the config
         config.problem_type = found
     return found
 
 
 def fitting(labels: Tensor, kind: str, *, texts: int, classes: int) -> Tensor:
-    """The labels of so many texts as their loss wants them, (B,) or (B, C); others are refused."""
+    """The labels of `texts` texts as their loss takes them, (B,) or (B, C); others are refused."""
     one = kind == "single_label_classification"
     shapes = [(texts,), (texts, 1)] if one or classes == 1 else [(texts, classes)]
     if tuple(labels.shape) not in shapes:
@@ -63,7 +63,7 @@ def fitting(labels: Tensor, kind: str, *, texts: int, classes: int) -> Tensor:
 
 
 def check_is_of_classes(config: Any, kind: str | None) -> None:
-    """The losses without all logits are of one class a text; None is a kind that is not known yet."""
+    """Losses without logits need one class per text; `kind` is None if not known yet."""
     if config.loss != "softmax" and config.num_labels < 2:
         raise ValueError(f'loss is "{config.loss}", of classes; num_labels is {config.num_labels}')
     if config.loss != "softmax" and kind not in (None, "single_label_classification"):
@@ -71,7 +71,7 @@ def check_is_of_classes(config: Any, kind: str | None) -> None:
 
 
 def of_texts(kind: str, logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean loss of logits (B, C) with labels that fit."""
+    """The mean loss of logits (B, C) with labels from `fitting`."""
     if kind == "regression":
         return F.mse_loss(logits.float(), labels)
     if kind == "multi_label_classification":
@@ -86,7 +86,7 @@ def check_of_tokens(hidden: Tensor, labels: Tensor) -> None:
 
 
 def labelled(hidden: Tensor, labels: Tensor, *, ignore: int = -100) -> tuple[Tensor, Tensor]:
-    """The tokens that have a label, (1, n, C) and (1, n); all of them where to count them is to wait."""
+    """The tokens with a label, (1, n, C) and (1, n); all tokens if counting would mean waiting."""
     check_of_tokens(hidden, labels)
     if not checks.readable(labels) or torch.compiler.is_compiling():
         return hidden, labels
@@ -106,7 +106,7 @@ def chunked(
 ) -> Tensor:
     """The mean cross entropy; the arguments are those of `one_vs_each`."""
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
-    half = hidden.dtype in (torch.bfloat16, torch.float16)  # in which torch would add all tokens up
+    half = hidden.dtype in (torch.bfloat16, torch.float16)  # torch would sum in it
     loss = F.linear_cross_entropy(
         hidden,
         weight,
@@ -132,8 +132,8 @@ def one_vs_each(
 ) -> Tensor:
     """The mean loss of hidden (..., C) with labels (...) under the output layer weight (V, C), bias (V,).
 
-    All V classes are summed over where there are no more than `samples`. `total` divides instead of the
-    number of labels.
+    If V is at most `samples`, the sum is over all classes. `total` divides instead of the number of
+    labels.
     """
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     asked = labels != ignore

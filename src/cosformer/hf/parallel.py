@@ -1,7 +1,7 @@
 """One sequence over several processes: how a model is told its group, and what its heads ask of the others.
 
 Every process calls the model with its own part of the tokens, in the order of the ranks. A loss is this
-process's share times the number of processes, so that gradients are averaged over them, as DDP does.
+process's share times the number of processes, because gradients are then averaged over them, as in DDP.
 """
 
 from collections.abc import Iterator
@@ -22,9 +22,9 @@ from ..ops.shard import LIMIT, Shard
 def sequence_parallel(
     model: Any, group: dist.ProcessGroup | None = None, *, limit: int = LIMIT
 ) -> Iterator[None]:
-    """Within it the tokens a model is called with are a part of those of all processes of `group`.
+    """Within it a model's input is this process's part of a sequence that `group` shares.
 
-    group    None for all processes there are
+    group    None for all processes
     limit    the most bytes of keys and values that a softmax layer may gather
     """
     share(model, joined(group), limit=limit)
@@ -35,7 +35,7 @@ def sequence_parallel(
 
 
 def share(model: Any, group: dist.ProcessGroup | None, *, limit: int = LIMIT) -> None:
-    """From now on, until it is told another group, or None."""
+    """Share sequences among `group` from now on; None ends it."""
     stacks = [module for module in model.modules() if hasattr(module, "sequence_group")]
     if not stacks:
         raise TypeError(
@@ -47,7 +47,7 @@ def share(model: Any, group: dist.ProcessGroup | None, *, limit: int = LIMIT) ->
 
 
 def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
-    """The group, as torch.distributed names it; one without this process would be none at all."""
+    """The group, by default all processes; it must contain this one."""
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError("there are no processes to share a sequence: call dist.init_process_group first")
     group = dist.group.WORLD if group is None else group
@@ -57,14 +57,14 @@ def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 
 
 def parts(total: int, processes: int) -> list[int]:
-    """Lengths that share `total` tokens as evenly as can be."""
+    """Lengths that split `total` tokens as evenly as possible."""
     return [total * (r + 1) // processes - total * r // processes for r in range(processes)]
 
 
 @torch.no_grad()
 def prefill(model: Any, input_ids: Tensor, group: dist.ProcessGroup | None = None) -> Any:
-    """The cache after all but the last of a prompt's tokens (B, N), read by all processes of `group` at once
-    and the same in each. From there decoding goes on in any of them:
+    """The cache after all but the last of a prompt's tokens (B, N), read by all processes of `group` together
+    and the same in each. Decoding can go on in any of them:
 
         cache = prefill(model, input_ids, group)
         model.generate(input_ids, attention_mask=torch.ones_like(input_ids), past_key_values=cache)
@@ -79,7 +79,7 @@ def prefill(model: Any, input_ids: Tensor, group: dist.ProcessGroup | None = Non
 
 
 def shard_of(stack: Any, x: Tensor, attention_mask: Tensor | None, position_ids: Tensor | None, cache):
-    """This call's shard; positions without a mask may start again at 0: packed sequences."""
+    """This call's shard; without a mask, positions that restart at 0 mean packed sequences."""
     if cache is not None and cache.get_seq_length():
         raise ValueError("a cache that holds tokens goes on in one process; leave sequence_parallel first")
     places = position_ids if attention_mask is None else None
@@ -93,8 +93,8 @@ def shard_of(stack: Any, x: Tensor, attention_mask: Tensor | None, position_ids:
 
 
 def check_order(shard: Shard, places: Tensor) -> None:
-    """Places count on from part to part, or begin again at 0. What is wrong in one process all refuse: they
-    would wait for it."""
+    """Check that places go on from part to part, or restart at 0. All processes raise if one is wrong:
+    else they would wait for it."""
     jumps = (places[:, 1:] != places[:, :-1] + 1) & (places[:, 1:] != 0)
     ends = torch.stack([places[:, 0], places[:, -1], jumps.any(1).to(places.dtype)])
     first, last, jump = shard.gathered(ends).unbind(1)  # (ranks, B) each
@@ -108,7 +108,7 @@ def check_order(shard: Shard, places: Tensor) -> None:
 
 
 def refuse_others() -> None:
-    """Stop a model whose sequence torch or accelerate share in their way."""
+    """Raise if torch or accelerate share the sequence in their own way."""
     softmax = F.scaled_dot_product_attention
     if softmax is not torch._C._nn.scaled_dot_product_attention and "context_parallel" in softmax.__module__:
         raise ValueError(
@@ -119,7 +119,7 @@ def refuse_others() -> None:
 
 
 def refuse_sizes(config: ParallelismConfig | None) -> None:
-    """accelerate's ways to share a sequence know softmax alone, and one permutes it."""
+    """accelerate's ways to share a sequence are for softmax alone, and one permutes it."""
     for name in ("cp_size", "sp_size"):
         size = getattr(config, name, None) or 1
         if size > 1:
@@ -131,8 +131,8 @@ def refuse_sizes(config: ParallelismConfig | None) -> None:
 
 
 def labels_of(group: dist.ProcessGroup | None, labels: Tensor, given: Any) -> Any:
-    """What divides this process's sum of losses: `given`, the Trainer's number, or the labels of all
-    processes over their number; None in one process, which takes its own mean.
+    """What divides this process's sum of losses: `given`, from the Trainer, or the labels of all processes
+    divided by the number of processes; None in one process, which takes its own mean.
     """
     if group is None or given is not None:
         return given

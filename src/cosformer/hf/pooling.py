@@ -16,7 +16,7 @@ from torch.distributed.nn.functional import all_reduce
 from ..ops.shard import gathered
 
 POOLINGS = ("first", "mean", "max", "mean-max", "attention", "normed-mean")
-# While a model learns, the mean of all texts moves by more than texts differ: the running one must follow.
+# In training the mean over all texts moves by more than texts differ: the running mean must follow fast.
 MOMENTUM = 0.2
 
 
@@ -27,7 +27,7 @@ class PooledNorm(nn.BatchNorm1d):
         super().__init__(size, momentum=MOMENTUM)
 
     def forward(self, pooled: Tensor, copies: int = 1) -> Tensor:
-        """`copies` processes have the same texts."""
+        """`copies`: how many processes have the same texts."""
         if self.training and distributed.is_available() and distributed.is_initialized():
             return self.over_all_processes(pooled, copies)
         return super().forward(pooled) if self.training and len(pooled) > 1 else self.as_in_evaluation(pooled)
@@ -38,7 +38,7 @@ class PooledNorm(nn.BatchNorm1d):
         )
 
     def over_all_processes(self, pooled: Tensor, copies: int) -> Tensor:
-        """What one process would do with the texts of all; torch's own, SyncBatchNorm, is for GPUs only."""
+        """As one process would with the texts of all; torch's own, SyncBatchNorm, is for GPUs only."""
         count = all_reduce(pooled.new_tensor([len(pooled)]))
         texts = count / copies
         if texts < 2:
@@ -54,7 +54,7 @@ class PooledNorm(nn.BatchNorm1d):
 
 
 class Pooling(nn.Module):
-    """One vector a text, in the way called `kind`; `size` is that of the vector."""
+    """One vector per text, by `kind`; the attribute `size` is the vector's."""
 
     def __init__(self, kind: str, size: int):
         super().__init__()
@@ -65,7 +65,7 @@ class Pooling(nn.Module):
     def forward(
         self, hidden: Tensor, mask: Tensor | None = None, group: distributed.ProcessGroup | None = None
     ) -> Tensor:
-        """mask (B, L), True = keep; of `group` each process holds a part of the tokens."""
+        """mask (B, L), True = keep; each process of `group` holds a part of the tokens."""
         if group is not None and self.kind in ("first", "attention"):
             raise ValueError(f"pooling={self.kind!r} needs all tokens in one process; use mean or max")
         mask = torch.ones(hidden.shape[:2], device=hidden.device) if mask is None else mask
@@ -74,7 +74,7 @@ class Pooling(nn.Module):
             first = keep.int().argmax(1, keepdim=True).expand(-1, 1, hidden.shape[2])
             return hidden.gather(1, first).squeeze(1)
         if self.score is not None:
-            least = torch.finfo(hidden.dtype).min  # not -inf: a text may have no token, and is zeros then
+            least = torch.finfo(hidden.dtype).min  # not -inf: a text without tokens gives zeros
             weight = self.score(hidden).masked_fill(~keep, least).softmax(1)
             return (weight * hidden.masked_fill(~keep, 0)).sum(1)
         if self.kind == "max":

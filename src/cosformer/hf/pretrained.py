@@ -15,15 +15,15 @@ from .cache import CosformerCache
 from .interface import padding, reaches
 from .parallel import refuse_others
 
-Base: Any = object  # beside an architecture's PreTrainedModel, whose methods are extended here
+Base: Any = object  # a mixin for an architecture's PreTrainedModel, whose methods it extends
 
 
 def new_interior(
     config, names: list[str], layer: int, *, heads: int, kv_heads: int, size: int, causal: bool
 ) -> Interior:
-    """The interior of a layer of a stack with the mixers `names`, as the config says.
+    """The interior of one layer of a stack with the mixers `names`, as the config says.
 
-    What surrounds the mixers is the same in all layers, by default the most that any of them wants: a hybrid
+    The parts around the mixers are the same in all layers, by default the most that any mixer wants: a hybrid
     whose softmax layers have the convolution and the norms, too, learns to recall much sooner.
     """
     mixer = config.mixer_of(names[layer], heads=heads, size=size)
@@ -52,14 +52,14 @@ def attend(
 ) -> Tensor:
     """An attention layer's input x (B, L, C) through its q_proj, k_proj, v_proj and interior: (B, L, .).
 
-    With a cache these are the next tokens of its stream. key_mask (B, L or more) ends at the last token.
+    With a cache x is the next tokens of its stream. key_mask (B, L or more) ends at the last token.
     """
     refuse_others()
     interior, causal, mixer = layer.interior, layer.is_causal, layer.interior.mixer
     stream: Any = None if cache is None else cache.layers[layer.layer_idx]
     length = x.shape[1] + (0 if stream is None else stream.get_seq_length())
     if shard is not None:
-        length = shard.total if shard.places is None else 0  # of packed ones the operator knows
+        length = shard.total if shard.places is None else 0  # the operator checks packed ones
     if cu_seqlens is None and not reaches(length, mixer.reach, causal=causal):
         raise ValueError(
             f"{length} tokens reach past the horizon of {mixer.reach:g}; use shorter texts, or a model whose "
@@ -67,7 +67,7 @@ def attend(
         )
     if key_mask is not None and shard is None:
         key_mask = padding(key_mask[:, -x.shape[1] :])
-    elif key_mask is not None:  # whether there is a mask must not depend on the part of it that is here
+    elif key_mask is not None:  # whether there is a mask must not depend on this process's part
         key_mask = key_mask.bool()
     tokens = Tokens(x, layer.q_proj(x), layer.k_proj(x), layer.v_proj(x), key_mask)
     if shard is not None:
@@ -85,12 +85,12 @@ def attend(
 
 
 class CosformerPreTrained(Base):
-    """Beside an architecture's base class: how new parts start, which cache `generate` makes."""
+    """A mixin for an architecture's base class: how new parts start, which cache `generate` makes."""
 
     @torch.no_grad()
     def _init_weights(self, module: nn.Module) -> None:
         if isinstance(module, ShortConvolution | Decay):
-            module.reset_parameters(init.copy_)  # which leaves alone what was loaded
+            module.reset_parameters(init.copy_)  # which leaves loaded weights alone
         elif isinstance(module, Gate):
             init.zeros_(module.weight)
             init.zeros_(module.bias)
@@ -101,7 +101,7 @@ class CosformerPreTrained(Base):
         self, requested_attention: str | None, is_init_check: bool = False
     ) -> str:
         """transformers asks which attention function and mask these models want. The layers mix by
-        themselves, and want the padding mask as it is; another name, such as sdpa, would let through what is
+        themselves, and want the plain padding mask; another name, such as sdpa, would let through what is
         made for softmax alone."""
         if requested_attention not in (None, "cosformer"):
             raise ValueError(
@@ -130,7 +130,7 @@ class CosformerPreTrained(Base):
 
 
 def check_learned_positions(name: str, length: int, most: int, *, cached: int = 0) -> None:
-    """Stop where a text has more positions than learned vectors; the embedding's own error is no help."""
+    """Raise if a text has more positions than learned vectors; the embedding's own error is no help."""
     if length > most:
         seen = f", {cached} of them in the cache" if cached else ""
         raise ValueError(
@@ -161,7 +161,7 @@ def check_call(config, asked: dict, cache=None, **masks: Tensor | None) -> None:
 
 
 def check_mask_length(name: str, mask: Tensor | None, length: int, *, cached: int = 0) -> None:
-    """Stop where a mask is not of these tokens, with those in the cache or without them."""
+    """Raise unless a mask is of these tokens, with or without those in the cache."""
     if mask is not None and mask.shape[1] not in (cached + length, length):
         seen = f", {cached} of them in the cache, or {length}" if cached else ""
         raise ValueError(

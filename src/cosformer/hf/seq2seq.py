@@ -24,7 +24,7 @@ from .pretrained import (
 
 
 class CosformerSeq2SeqAttention(BartAttention):
-    """BART's projections around a mixer of one sequence, causal in the decoder."""
+    """BART's projections around a mixer for self-attention, causal in the decoder."""
 
     def __init__(self, config: CosformerSeq2SeqConfig, layer_idx: int, *, causal: bool):
         names = config.layer_mixers if causal else config.encoder_layer_mixers
@@ -40,7 +40,7 @@ class CosformerSeq2SeqAttention(BartAttention):
 
 
 class CosformerCrossAttention(BartAttention):
-    """BART's projections around a mixer that reads the source, whose queries stand at their own positions."""
+    """BART's projections around a mixer that reads the source; queries keep their own positions."""
 
     def __init__(self, config: CosformerSeq2SeqConfig, layer_idx: int, name: str):
         heads = config.decoder_attention_heads
@@ -56,7 +56,7 @@ class CosformerCrossAttention(BartAttention):
         if cache is not None:
             source = cache.cross_attention_cache.layers[self.layer_idx]
             memory = source.kept
-            offset = own_tokens(cache).get_seq_length(self.layer_idx) - q.shape[2]  # these are among them
+            offset = own_tokens(cache).get_seq_length(self.layer_idx) - q.shape[2]  # it already counts these
         if memory is None:
             k, v = self.split(self.k_proj(key_value_states)), self.split(self.v_proj(key_value_states))
             mask = None if source_mask is None else padding(source_mask)
@@ -84,7 +84,7 @@ class CosformerSeq2SeqEncoder(CosformerPreTrained, BartEncoder):
         check_call(self.config, kwargs, attention_mask=attention_mask)
         length = check_length(self.config, input_ids=input_ids, inputs_embeds=inputs_embeds)
         check_mask_length("attention_mask", attention_mask, length)
-        # Masks go by names of our own: where BART's are traced they become L x L.
+        # Masks are passed by names of our own: BART's become L x L under tracing.
         return super().forward(input_ids, inputs_embeds=inputs_embeds, key_mask=attention_mask, **kwargs)
 
 
@@ -146,7 +146,7 @@ class CosformerSeq2SeqModel(CosformerPreTrained, BartModel):
 
 class CosformerForConditionalGeneration(CosformerPreTrained, BartForConditionalGeneration):
     config: CosformerSeq2SeqConfig
-    accepts_loss_kwargs = False  # BART averages its loss itself: the Trainer hands it no num_items_in_batch
+    accepts_loss_kwargs = False  # BART averages its loss itself: no num_items_in_batch from the Trainer
 
     def __init__(self, config: CosformerSeq2SeqConfig):
         super().__init__(config)
@@ -158,7 +158,7 @@ class CosformerForConditionalGeneration(CosformerPreTrained, BartForConditionalG
 
 
 def check_length(config: CosformerSeq2SeqConfig, *, cached: int = 0, **given: Tensor | None) -> int:
-    """How many tokens are given, by one name or another, if positions are learned for them."""
+    """How many tokens are given, by either name; raises if there are more than learned positions."""
     length = 0
     for name, tokens in given.items():
         if tokens is not None:
@@ -168,5 +168,5 @@ def check_length(config: CosformerSeq2SeqConfig, *, cached: int = 0, **given: Te
 
 
 def own_tokens(cache):
-    """The part of a cache that is about the decoder's own tokens."""
+    """The part of a cache for the decoder's own tokens."""
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache

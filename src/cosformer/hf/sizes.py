@@ -8,7 +8,7 @@ class Size:
     layers: int
     width: int
     heads: int
-    feedforward: int | None = None  # four times the width; a gated MLP has as many parameters
+    feedforward: int | None = None  # None: four times the width; a gated MLP has as many parameters
 
     def __str__(self) -> str:
         return f"{self.layers} layers of width {self.width}, {self.heads} heads"

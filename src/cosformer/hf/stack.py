@@ -1,8 +1,8 @@
 """The stack of blocks that decoder and encoder share: Llama's, with a mixer where a layer's attention was.
 
-Blocks are normalised before the sum and have a gated MLP. Llama's rotary positions are not used: where a
-layer wants them its mixer has them (softmax+rope). Dropout, which Llama's blocks lack, is on the embeddings
-and on what each block adds.
+Blocks are pre-norm, with a gated MLP. Llama's rotary positions are not used: a mixer that wants them has them
+itself (softmax+rope). Dropout, which Llama's blocks lack, is on the embeddings and on the output of attention
+and MLP.
 """
 
 from typing import Any
@@ -34,7 +34,7 @@ from .step import next_token
 
 
 class CosformerSelfAttention(LlamaAttention):
-    """Llama's projections around a mixer, causal where the config's layers are."""
+    """Llama's projections around a mixer, causal if the config's layers are."""
 
     def __init__(self, config, layer_idx: int):
         super().__init__(config, layer_idx)
@@ -72,7 +72,7 @@ class CosformerRMSNorm(LlamaRMSNorm):
 
 
 def asks_for_more(config: Any, asked: dict, *, but: tuple[str, ...] = ()) -> bool:
-    """Whether a call wants anything but the last hidden state or logits, or them in another form."""
+    """Whether a call wants more than the last hidden state or logits, or wants them in another form."""
     if config.output_hidden_states or asked.get("return_dict") is False:
         return True
     known = ("return_dict", *but)
@@ -82,8 +82,8 @@ def asks_for_more(config: Any, asked: dict, *, but: tuple[str, ...] = ()) -> boo
 class CosformerStack(CosformerPreTrained, LlamaModel):
     """Embeddings, blocks, a last norm."""
 
-    sequence_group: ProcessGroup | None = None  # of processes that share a sequence, and ...
-    sequence_limit = LIMIT  # ... the bytes a softmax layer may gather: sequence_parallel sets both
+    sequence_group: ProcessGroup | None = None  # the processes that share a sequence ...
+    sequence_limit = LIMIT  # ... and the bytes a softmax layer may gather; sequence_parallel sets both
     parts = (LlamaDecoderLayer, CosformerSelfAttention, CosformerMLP, CosformerRMSNorm)  # of a block: step.py
 
     def __init__(self, config):
@@ -140,8 +140,8 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
             past_key_values=past_key_values,
             inputs_embeds=self.dropout(embedded),
             use_cache=use_cache,
-            attention_mask=embedded.new_empty(0, 0, 0, 0),  # else Llama looks at positions, and waits
-            key_mask=attention_mask,  # not as Llama's attention_mask: where it is traced that becomes L x L
+            attention_mask=embedded.new_empty(0, 0, 0, 0),  # else Llama reads positions, and waits
+            key_mask=attention_mask,  # not as Llama's attention_mask: under tracing that becomes L x L
             cu_seqlens=boundaries,
             shard=shard,
             **kwargs,
@@ -149,7 +149,7 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
 
     @staticmethod
     def places(mask: Tensor | None, position_ids: Tensor | None, seen: int) -> Tensor:
-        """Where the next token of each row stands, (B, 1) or one for all, if positions are learned."""
+        """The position of each row's next token, (B, 1) or one for all, if positions are learned."""
         if position_ids is not None:
             return position_ids
         return torch.full((1, 1), seen, device="cpu") if mask is None else unpadded(mask, 1, seen, None)
@@ -165,7 +165,7 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
         elif position_ids.is_cpu and not torch.compiler.is_compiling():
             length = int(position_ids.max()) + 1 if position_ids.numel() else 0
         else:
-            length = 0  # the embedding's own check must do
+            length = 0  # left to the embedding's own check
         check_learned_positions("the text", length, most, cached=seen)
         return self.embed_positions(position_ids)
 
@@ -173,8 +173,8 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
 def unpadded(mask: Tensor, length: int, seen: int, shard: Shard | None) -> Tensor:
     """The positions of the last `length` tokens of rows that may be padded: each counts from its first token.
 
-    A mask of the new tokens alone stands behind `seen` others, none of them padding; that of a part behind
-    those of the processes before.
+    A mask of only the new tokens follows `seen` others, none of them padding; that of a shard follows those
+    of the processes before it.
     """
     mask = mask.long()
     before: Any = seen if mask.shape[1] < seen + length else 0
@@ -184,7 +184,7 @@ def unpadded(mask: Tensor, length: int, seen: int, shard: Shard | None) -> Tenso
 
 
 def packed_boundaries(position_ids: Tensor | None) -> Tensor | None:
-    """The boundaries of packed sequences, the rows laid end to end; None where every row is one sequence."""
+    """The boundaries of packed sequences, the rows laid end to end; None if every row is one sequence."""
     if position_ids is None:
         return None
     if torch.compiler.is_compiling():
@@ -203,7 +203,7 @@ def packed_boundaries(position_ids: Tensor | None) -> Tensor | None:
 
 
 def check_places(position_ids: Tensor | None, attention_mask: Tensor) -> None:
-    """Beside a mask positions can only count a row's kept tokens, or its places: no model reads them."""
+    """With a mask, positions may only count a row's kept tokens, or its places: no mixer reads them."""
     if position_ids is None:
         return
     keep = attention_mask[:, -position_ids.shape[1] :].bool()
@@ -211,9 +211,9 @@ def check_places(position_ids: Tensor | None, attention_mask: Tensor) -> None:
     counted = (position_ids == keep.cumsum(1) - 1) | (position_ids == places)
     begins = keep.clone()
     begins[:, 1:] &= ~keep[:, :-1]
-    first = begins.cumsum(1) == 1  # behind a hole in the mask `generate` counts on from the padding
+    first = begins.cumsum(1) == 1  # after a gap in the mask `generate` counts on from the padding
     wrong = (keep & first & ~counted).any()
-    if torch.compiler.is_compiling():  # a graph's own way to refuse
+    if torch.compiler.is_compiling():  # a graph cannot raise from Python
         torch._assert_async(~wrong, MISPLACED.format(""))
     elif bool(wrong):
         raise ValueError(_misplaced(position_ids))

@@ -1,11 +1,10 @@
 """The next token of a decoder through all its blocks at once: which blocks and which calls go this way.
 
 The kernel takes a block as `CosformerStack` makes it, with a linear mixer or softmax, in float32 or bfloat16
-on the CPU, that nobody has changed and nobody listens to; and with it, under the same conditions, the
-embedding before the blocks and the last norm and output layer behind them. Another block, and softmax over
-padded rows, is called between the others. A call that records, differentiates, traces, masks the token or
-asks for more than the last hidden state or logits goes the general way, which `tests/test_hf_step.py`
-compares this one with.
+on the CPU, unmodified and without hooks; and, under the same conditions, the embedding before the blocks and
+the last norm and output layer after them. Other blocks, and softmax over padded rows, are called as modules
+in between. A call that records, differentiates, traces, masks the token or asks for more than the last hidden
+state or logits goes the general way; `tests/test_hf_step.py` compares the two.
 """
 
 import math
@@ -26,12 +25,12 @@ from .blocks import block_of, ends_of, is_heard, outer
 from .cache import CosformerCache
 from .interface import padding, reaches
 
-_known: WeakKeyDictionary = WeakKeyDictionary()  # of each stack or language model, its parts as found
-_bound: WeakKeyDictionary = WeakKeyDictionary()  # of each cache, the streams in it as they were found
+_known: WeakKeyDictionary = WeakKeyDictionary()  # for each stack or language model, its parts as found
+_bound: WeakKeyDictionary = WeakKeyDictionary()  # for each cache, its streams as found
 
 
 def next_token(stack: Any, x: Tensor, cache: CosformerCache, mask: Tensor | None) -> Tensor | None:
-    """x (B, 1, C) after all blocks, or None where they must be called one by one."""
+    """x (B, 1, C) after all blocks, or None if they must be called one by one."""
     if stack.training or not takes(x, len(x)) or (mask is not None and padding(mask[:, -1:]) is not None):
         return None
     found: _Found | None = _known.get(stack)
@@ -45,11 +44,11 @@ def next_token(stack: Any, x: Tensor, cache: CosformerCache, mask: Tensor | None
 def next_logits(
     model: Any, ids: Tensor, cache: CosformerCache, mask: Tensor | None, position_ids: Tensor | None
 ) -> Tensor | None:
-    """The logits (B, 1, vocabulary) after tokens ids (B, 1), or None where the model must be called."""
+    """The logits (B, 1, vocabulary) after tokens ids (B, 1), or None if the model must be called."""
     if model.training or not ids.is_cpu or ids.dtype != torch.int64 or (mask is not None and mask.ndim != 2):
         return None
     if mask is not None and mask.shape[1] not in (1, cache.get_seq_length() + 1):
-        return None  # to be refused
+        return None  # refused later
     ready = ready_for_ids(model, cache, len(ids))
     if ready is None or (mask is not None and padding(mask[:, -1:]) is not None):
         return None
@@ -61,7 +60,7 @@ def next_logits(
 
 
 def ready_for_ids(model: Any, cache: CosformerCache, rows: int) -> "Ready | None":
-    """What takes the next tokens of so many rows from their numbers to their logits; None if it may not."""
+    """What takes the next token ids of `rows` rows to their logits; None if the kernel cannot."""
     stack = model.model
     if model.training or stack.training or not takes(stack.norm.weight, rows):
         return None
@@ -82,14 +81,14 @@ def _ready(found: "_Found", cache: CosformerCache, rows: int) -> "Ready | None":
 
 
 def _own(x: Tensor) -> Tensor:
-    """The tokens of x (B, 1, C) as the kernel changes them: (B, C), in float32."""
+    """A copy of x (B, 1, C) for the kernel to change: (B, C), in float32."""
     return x[:, 0].to(torch.float32, memory_format=torch.contiguous_format, copy=True)
 
 
 class Ready:
-    """The blocks of a model beside the streams of a cache: all that one more token a row needs.
+    """The blocks of a model and the streams of a cache: all that one more token per row needs.
 
-    It holds the streams, and is for as long as `holds` says that they are still the cache's own.
+    It holds the streams, and is valid as long as `holds` says that they are still the cache's own.
     """
 
     def __init__(self, found: "_Found", cache: CosformerCache, rows: int):
@@ -117,7 +116,7 @@ class Ready:
             ]
 
     def holds(self, cache: CosformerCache, rows: int) -> bool:
-        """Whether the streams are still the cache's, all at one position, and where they were."""
+        """Whether the streams are still the cache's, all at one position and at the same addresses."""
         if not self.fits or rows != self.rows:
             return False
         ahead, now = self.layers[0].ahead, cache.layers
@@ -127,11 +126,11 @@ class Ready:
         return [*map(Tensor.data_ptr, self._tensors)] == self._places
 
     def hold(self) -> list[Tensor]:
-        """The parameters, so that they stay where they are while the list is kept."""
+        """The parameters: keeping the list keeps them where they are."""
         return [t for run in self.found.runs if isinstance(run, tuple) for t in run[0].hold()]
 
     def logits(self, cache: CosformerCache, ids: Tensor, places: Tensor | None) -> Tensor | None:
-        """Of tokens ids (B,), at `places` (B,) where positions are learned: (B, vocabulary), in float32."""
+        """The logits (B, vocabulary), in float32, of ids (B,), at `places` (B,) if positions are learned."""
         found = self.found
         ids, places = ids.contiguous(), None if places is None else places.long().contiguous()
         x = ids.new_empty((self.rows, found.width), dtype=torch.float32)
@@ -139,16 +138,16 @@ class Ready:
         return None if self(cache, x, ids, places, logits) is None else logits
 
     def __call__(self, cache, x: Tensor, ids=None, places=None, logits=None) -> Tensor | None:
-        """x (B, C), in float32, after all blocks; None, with nothing changed, if there is no such token."""
+        """x (B, C), in float32, after all blocks; None, with streams unchanged, if it cannot be done."""
         found, position = self.found, self.layers[0].get_seq_length()
         if not reaches(position + 1, found.reach, causal=True):
             return None
-        if position >= self.room:  # of keys
+        if position >= self.room:  # no room for another key
             self._bind(cache)
             if not self.fits:
                 return None
         last = len(found.runs) - 1
-        for layer in self.layers:  # what stops us now, be it the user, leaves some of them a token ahead
+        for layer in self.layers:  # an interruption from here on leaves some of them a token ahead
             layer.torn = True
         for i, (run, packed) in enumerate(zip(found.runs, self._packed)):
             if packed is None:
@@ -170,9 +169,9 @@ def _tensors(kept: LayerState) -> tuple[Tensor, ...]:
 
 
 def _fits(kept, block: Block, rows: int, position: int) -> bool:
-    """Whether what a layer keeps is a plain state, or are plain keys, of this block's, for so many rows.
+    """Whether a layer keeps a plain state, or plain keys, of this block's kind, for `rows` rows.
 
-    The kernel writes where it is told: what is kept of another model must not reach it.
+    The kernel writes where it is told, so what another model keeps must not reach it.
     """
     state = None if kept is None else kept.mixer
     if type(state) is not (Keys if block.softmax else State) or state.position != position:
@@ -188,15 +187,15 @@ def _fits(kept, block: Block, rows: int, position: int) -> bool:
     made, own = (
         list(h) * (block.heads // len(h)) for h in (state.horizons or block.horizons, block.horizons)
     )
-    plain = plain and made == own  # one for all is the same as one per head
+    plain = plain and made == own  # one for all heads equals one per head
     return plain and all(t.is_contiguous() for t in tensors)
 
 
 class _Found:
     """The blocks of a stack: runs of those that the kernel takes, and single ones that it does not.
 
-    Of a language model also its ends: then the first run and the last are the kernel's, be they without
-    blocks. With `softmax` false, softmax layers are not taken: keys that are masked are not the kernel's.
+    For a language model also its ends: then the first and the last run are the kernel's, even without
+    blocks. With `softmax` false, softmax layers are not taken: the kernel cannot mask keys.
     """
 
     def __init__(self, stack: Any, model: Any = None, *, softmax: bool = True):
@@ -245,7 +244,7 @@ class _Found:
 
     @property
     def current(self) -> bool:
-        """Whether they still are what was found: the same modules and tensors, and the same who listen."""
+        """Whether all is still as found: the same modules, tensors and hooks."""
         same = all(map(is_, map(dict.get, self._owners, self._names), self._values))
         same = same and [*map(type, self._parts)] == self._kinds
         same = same and all(m.variance_epsilon == eps for m, eps in self._norms)
@@ -256,7 +255,7 @@ class _Found:
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[dict, str, object]]:
-    """Where a module holds its parts: (dict, name, part); and that its forward is its class's."""
+    """Where a module holds its parts: (dict, name, part); and its forward, if set on the instance."""
     for owned in (module._modules, module._parameters, module._buffers):
         for name, part in owned.items():
             yield owned, name, part

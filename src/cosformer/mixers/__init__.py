@@ -1,13 +1,13 @@
 """Mixers: every attention mechanism behind one contract and one registry (`names`, `build`, `register`).
 
-A mechanism is one class in one file of this folder: it is discovered, held to the contract by
-tests/test_mixers.py and used by name in modules, models, training and benches, with no other edit
+A mechanism is one class in one file of this folder. It is found automatically, tested against the contract by
+tests/test_mixers.py, and usable by name in modules, models, training and benchmarks, with no other edit
 (docs/adding-a-mechanism.md adds one).
 
-    NAME                              softmax, elu, performer ...; `names()` has all of them
-    NAME+rope                         with positions on q and k: rope, sine_spe or conv_spe, where the mixer
+    NAME                              softmax, elu, performer ...; `names()` lists all
+    NAME+rope                         with positions on q and k: rope, sine_spe or conv_spe, if the mixer
                                       admits them
-    cosformer*3, softmax+rope         a mixer for each layer of a model: the pattern is repeated to the number
+    cosformer*3, softmax+rope         a mixer for each layer of a model; the pattern is repeated to the number
                                       of layers
     cosformer-hybrid                  cosformer, but every fourth layer and the last are softmax; also
                                       cosformer-hybrid+rope
@@ -26,7 +26,7 @@ from .contract import Admission, Mixer, Sizes
 from .positions import companion
 
 HYBRID = "cosformer-hybrid"
-INTERVAL = 4  # of a hybrid: one softmax layer in so many
+INTERVAL = 4  # of a hybrid: one layer in this many is softmax
 
 __all__ = ["Admission", "Mixer", "Sizes", "build", "full_layers", "layer_type", "layers", "names", "options",
            "pattern", "register", "weights"]  # fmt: skip
@@ -44,7 +44,7 @@ _known: dict[str, Entry] = {}
 
 
 def register(name: str, **chosen: Any):
-    """Class decorator: make a Mixer known by `name`, with these options unless others are given."""
+    """Class decorator: register a Mixer as `name`, with these options as its defaults."""
 
     def enter(cls: type[Mixer]) -> type[Mixer]:
         known = _known[name].mixer if name in _known else cls
@@ -72,7 +72,7 @@ def options(name: str) -> dict[str, Any]:
 def build(
     name: str, *, heads: int, head_dim: int, max_length: int, width: int | None = None, **chosen: Any
 ) -> Mixer:
-    """The mixer called `name`, as `softmax` or `softmax+rope`, for layers whose input has `width` numbers.
+    """The mixer called `name`, such as `softmax+rope`, for layers with an input of size `width`.
 
     >>> build("performer", heads=8, head_dim=64, max_length=4096, features=128)(q, k, v, causal=True)
     """
@@ -93,7 +93,7 @@ def build(
 
 
 def layers(spec: str, count: int) -> list[str]:
-    """The mixer of each of `count` layers: a name, a pattern as "cosformer*3, softmax+rope", a hybrid."""
+    """The mixer of each of `count` layers: from a name, a pattern ("cosformer*3, softmax+rope"), a hybrid."""
     names = pattern(spec)
     if spec.strip().partition("+")[0] == HYBRID:
         return [names[full] for full in full_layers(count, INTERVAL)]
@@ -104,12 +104,12 @@ def layers(spec: str, count: int) -> list[str]:
 
 
 def full_layers(count: int, interval: int) -> list[bool]:
-    """Which layers of a hybrid are softmax: every so manieth, and the last."""
+    """Which layers of a hybrid are softmax: every `interval`-th, and the last."""
     return [(i + 1) % interval == 0 or i == count - 1 for i in range(count)]
 
 
 def pattern(spec: str) -> list[str]:
-    """The mixers that a spec names, in order; of a hybrid the two kinds."""
+    """The mixers that a spec names, in order; for a hybrid its two kinds."""
     if not isinstance(spec, str):
         raise TypeError(f"mixer must name one mixer, or one for each layer; got {spec!r}")
     base, plus, positions = spec.strip().partition("+")
@@ -127,19 +127,19 @@ def pattern(spec: str) -> list[str]:
 
 
 def weights(mixer: Mixer, q: Tensor, k: Tensor, **asked: Any) -> Tensor:
-    """The attention matrix (B, H, L, S): what a mixer, linear in v, returns for one-hot values."""
+    """The attention matrix (B, H, L, S): a mixer is linear in v, so one-hot values return it."""
     B, Hk, S, _ = k.shape
     one_hot = torch.eye(S, dtype=k.dtype, device=k.device).expand(B, Hk, S, S)
     return mixer(q, k, one_hot, **asked)
 
 
 def layer_type(name: str) -> str:
-    """transformers' word for a layer with this mixer: linear_, full_ or sliding_attention."""
+    """transformers' name for a layer with this mixer: linear_, full_ or sliding_attention."""
     return _lookup(name)[0].mixer.layer_type
 
 
 def _lookup(name: str, spec: str = "") -> tuple[Entry, str]:
-    """The entry of a name, one of a `spec` if that is given, and the positions it asks for after a +."""
+    """The entry of a name (one of those in `spec`, if given), and the positions after its +."""
     if not isinstance(name, str):
         raise TypeError(f"mixer must be a name, as 'softmax'; got {name!r}")
     base, plus, positions = name.partition("+")

@@ -2,7 +2,7 @@
 
     out_i = sum_{j in A_i} exp(q_i . k_j / sqrt(D)) v_j / sum_{j in A_i} exp(q_i . k_j / sqrt(D))
 
-No mask of N x N is made: scores are (blocks, C, keys of the block), and memory N times the keys of a query.
+No N x N mask is made: scores are (blocks, C, keys of the block), so memory is N times the keys of a query.
 
     C   block size      n   blocks of a sequence      W   blocks of keys for one block of queries
 """
@@ -11,11 +11,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-NOTHING = -1e30  # the score of a key not attended to: finite, so that a row of them is no NaN
+NOTHING = -1e30  # the score of a hidden key; finite, so that a row of them gives no NaN
 
 
 def split(x: Tensor, size: int) -> Tensor:
-    """(B, H, N, D) -> (B, H, n, size, D), the last block filled up with zeros."""
+    """(B, H, N, D) -> (B, H, n, size, D), the last block padded with zeros."""
     return F.pad(x, (0, 0, 0, -x.shape[2] % size)).unflatten(2, (-1, size))
 
 
@@ -34,17 +34,17 @@ def kept(x: Tensor, key_mask: Tensor | None, size: int) -> Tensor:
 def take(x: Tensor, index: Tensor) -> Tensor:
     """The blocks of x (B, H, n, C, D) at index (B or 1, H or 1, m, W): (B, H, m, W C, D).
 
-    An index outside takes any block.
+    An index out of range takes some block, for `places` to hide.
     """
     B, H, n, C, D = x.shape
     first = torch.arange(B * H, device=x.device).view(B, H, 1, 1) * n
-    # index_select, whose gradient adds whole rows
+    # index_select: its gradient adds whole rows
     chosen = x.reshape(B * H * n, C * D).index_select(0, (index.clamp(0, n - 1) + first).flatten())
     return chosen.view(B, H, index.shape[2], index.shape[3] * C, D)
 
 
 def places(index: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
-    """Positions of the keys that `take` gathers, and whether one is there: (B or 1, H or 1, m, W C) each."""
+    """Positions of the keys that `take` gathers, and whether each exists: (B or 1, H or 1, m, W C) each."""
     n, C = inside.shape[1:]
     at = (index[..., None] * C + torch.arange(C, device=index.device)).flatten(-2)
     row = torch.arange(len(inside), device=index.device).view(-1, 1, 1, 1)
@@ -55,7 +55,7 @@ def places(index: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, *, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Softmax of q (..., C, D) over the allowed of k (..., K, D): (..., C, E), the normaliser's log (..., C).
+    """Softmax of q (..., C, D) over allowed keys k (..., K, D): (..., C, E), and the log normaliser (..., C).
 
     A query with no key gives zeros and a log of NOTHING. All in float32, or float64 for float64 input.
     """
@@ -70,6 +70,6 @@ def attend(
 
 
 def merge(*parts: tuple[Tensor, Tensor]) -> Tensor:
-    """The softmax over disjoint groups of keys from that over each: outputs weighted by their normalisers."""
+    """One softmax over disjoint groups of keys, from that over each: outputs weighted by normalisers."""
     outs, logs = (torch.stack(x, -1) for x in zip(*parts, strict=True))
     return (outs * logs.softmax(-1).unsqueeze(-2)).sum(-1)

@@ -4,10 +4,10 @@
     out, state  = mixer.stream(q, k, v, state, x=x)     the next tokens of a causal stream
     out, state  = mixer.sharded(q, k, v, shard, x=x)    a part of a sequence that several processes hold
     memory      = mixer.absorb(k, v)                    a source that cross attention reads many times ...
-    out         = mixer.read(q, memory)                 ... without its keys being computed again
+    out         = mixer.read(q, memory)                 ... without computing its keys again
 
 q is (B, H, L, D), k (B, Hk, S, D), v (B, Hk, S, E), the output (B, H, L, E). x (B, L, C) is the layer's
-input, which q was projected from; only mixers with `reads_input` look at it.
+input, from which q was projected; only mixers with `reads_input` use it.
 """
 
 import math
@@ -26,7 +26,7 @@ Admission = bool | str  # True, or the reason why not
 
 
 def generator(seed: int | None) -> torch.Generator | None:
-    """What a mixer draws its random parts with: from `seed`, or from torch's own generator if None."""
+    """The generator for a mixer's random draws; None, for no seed, is torch's own."""
     return None if seed is None else torch.Generator().manual_seed(seed)
 
 
@@ -46,10 +46,10 @@ class Sizes:
 
 
 class Mixer(nn.Module):
-    """A mechanism that mixes values along the sequence. A subclass writes `mix`, and `step` if it can stream.
+    """A mechanism that mixes values along the sequence. A subclass defines `mix`, and `step` if it streams.
 
-    What a mechanism can do is declared, and an ask outside it raises ValueError with the declared reason. A
-    class that decides by its options sets the attribute on the instance.
+    A mechanism declares what it can do; a request for more raises ValueError with the declared reason. If
+    that depends on options, the attribute is set on the instance.
     """
 
     name: str = ""  # given by @register, or by the name it is built with
@@ -60,14 +60,14 @@ class Mixer(nn.Module):
     sharding: Admission = "its tokens must all be in one process"  # sequences that several processes hold
     rope: Admission = True  # rotary positions on q and k
     spe: Admission = True  # stochastic positional encoding of q and k
-    unread: tuple[str, ...] = ()  # those of q and k that have no influence
-    grouped: bool = False  # mix() takes fewer key heads than query heads; else they are repeated for it
+    unread: tuple[str, ...] = ()  # which of q and k it ignores
+    grouped: bool = False  # mix() takes fewer key heads than query heads; else they are repeated first
     reads_input: bool = False  # mix() needs x
     learned_positions: bool = True  # a model around it should add learned positions to its embeddings
-    reach: float = math.inf  # how far apart two positions may lie at most
-    short_conv: int = 0  # the width of the convolution that a layer around it should have, and ...
-    qk_norm: bool = False  # ... whether it should norm q and k
-    layer_type: ClassVar[str] = "linear_attention"  # transformers' word for a layer with this mixer
+    reach: float = math.inf  # the largest distance between two positions
+    short_conv: int = 0  # the width of the convolution that it wants in its layer, and ...
+    qk_norm: bool = False  # ... whether it wants q and k normed
+    layer_type: ClassVar[str] = "linear_attention"  # transformers' name for a layer with this mixer
 
     def __init__(self, sizes: Sizes):
         super().__init__()
@@ -84,7 +84,7 @@ class Mixer(nn.Module):
 
         Query i stands at position i and key j at position j. key_mask is (B, S) bool, True = keep; a masked
         key has no influence, whatever it holds. H must be a multiple of Hk (grouped heads). cu_seqlens are
-        the boundaries of sequences packed into one batch row, of which none sees another.
+        the boundaries of sequences packed into one batch row; none sees another.
         """
         self._check(q, k, v, x, key_mask)
         self.refuse(causal=causal, cross=q.shape[2] != k.shape[2])
@@ -93,8 +93,8 @@ class Mixer(nn.Module):
                 told = "key_mask with cu_seqlens: packed sequences have no padding"
                 raise ValueError(f"{told}; pass one of them")
             return self.mix_packed(q, k, v, cu_seqlens, x=x, causal=causal)
-        if q.shape[2] == 0:  # nothing, which blocks, segments and maxima cannot be made of
-            used = sum(t.sum() for t in (k, v, *self.parameters()))  # they have gradients, of zero
+        if q.shape[2] == 0:  # blocks, segments and maxima need at least one token
+            used = sum(t.sum() for t in (k, v, *self.parameters()))  # so that they have gradients, of zero
             return q[..., :1].expand(*q.shape[:3], v.shape[-1]) + used
         q, k, v = self._prepare(q, k, v, key_mask, offset=0)
         return self.mix(q, k, v, x=x, causal=causal, key_mask=key_mask)
@@ -102,7 +102,7 @@ class Mixer(nn.Module):
     def stream(
         self, q: Tensor, k: Tensor, v: Tensor, state: Any = None, *, x=None, key_mask: Tensor | None = None
     ) -> tuple[Tensor, Any]:
-        """Causal attention over a stream's next tokens: their output, and the state to pass with the next.
+        """Causal attention over a stream's next tokens: their output, and the state to pass next time.
 
         However a stream is cut, its output is that of one causal call over the whole. A state is never
         changed in place.
@@ -121,7 +121,7 @@ class Mixer(nn.Module):
         self, q: Tensor, k: Tensor, v: Tensor, shard: Shard, *, x=None, causal: bool = False, key_mask=None
     ) -> tuple[Tensor, Any]:
         """`forward` over a sequence of which this process holds a part: this part's output and, if causal and
-        not packed, the state of the whole, from which a stream goes on. All processes must call it.
+        not packed, the state of the whole, from which a stream can go on. All processes must call it.
         """
         self._admit("sharding", "one sequence in several processes")
         self._check(q, k, v, x, key_mask)
@@ -140,31 +140,31 @@ class Mixer(nn.Module):
         return extend(None, k, v, key_mask)
 
     def read(self, q: Tensor, memory: Any, *, offset: int = 0) -> Tensor:
-        """What queries at positions offset, offset + 1, ... read: cross attention over what was absorbed."""
+        """Cross attention of queries at positions offset, offset + 1, ... over what was absorbed."""
         q, k, v = self._source(q, memory, offset)
         return self.mix(q, k, v, x=None, causal=False, key_mask=memory.key_mask)
 
     def state_size(self) -> int | None:
-        """The numbers a decoder keeps for a row after `max_length` tokens (E = D); None without a stream."""
+        """How many numbers a stream keeps per row after `max_length` tokens (E = D); None if it has none."""
         return None
 
-    # What a mechanism writes
+    # What a mechanism defines
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, *, x, causal: bool, key_mask: Tensor | None) -> Tensor:
-        """What `forward` returns. Masked keys and values are zero, key heads repeated unless `grouped`."""
+        """What `forward` returns. Masked keys and values are 0; key heads are repeated unless `grouped`."""
         raise NotImplementedError(f"{type(self).__name__} must define mix")
 
     def step(
         self, q: Tensor, k: Tensor, v: Tensor, state: Any, *, x, key_mask: Tensor | None
     ) -> tuple[Tensor, Any]:
-        """What `stream` returns, prepared as for `mix`.
+        """What `stream` returns; arguments are prepared as for `mix`.
 
-        A state is a dataclass of tensors with `position`, the tokens it has seen, and `index_select`.
+        A state is a dataclass of tensors with `position`, the number of tokens seen, and `index_select`.
         """
         raise NotImplementedError(f"{type(self).__name__} declares streaming and must define step")
 
     def mix_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, x, causal: bool) -> Tensor:
-        """Packed sequences, one after the other; a mechanism that takes them at once says so here."""
+        """Packed sequences, one after the other; a mechanism that can take them at once overrides this."""
         ends, parts = cu_seqlens.tolist(), []
         if len(q) != 1 or ends[0] != 0 or ends[-1] != q.shape[2] or ends != sorted(ends):
             raise ValueError(
@@ -177,15 +177,15 @@ class Mixer(nn.Module):
         return torch.cat(parts, 2)
 
     def mix_sharded(self, q: Tensor, k: Tensor, v: Tensor, shard: Shard, *, x, causal: bool, key_mask):
-        """What `sharded` returns, prepared as for `mix`."""
+        """What `sharded` returns; arguments are prepared as for `mix`."""
         raise NotImplementedError(f"{type(self).__name__} declares sharding and must define mix_sharded")
 
-    # What is the same for all
+    # What all mechanisms share
 
     def refuse(self, *, causal: bool = False, cross: bool | str = False) -> None:
         """Raise ValueError with the reason if this mixer does not do what is asked.
 
-        cross may be the words for it.
+        `cross` may be a phrase for the error.
         """
         if cross:
             self._admit("cross", cross if isinstance(cross, str) else "attention to another sequence")
@@ -213,7 +213,7 @@ class Mixer(nn.Module):
             )
 
     def _source(self, q: Tensor, memory: Keys, offset: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries and what was kept of a source, checked and prepared; its keys stand at their own places."""
+        """Queries and what was absorbed, checked and prepared; its keys stand at 0, 1, ..."""
         self._check(q, memory.k, memory.v, None, memory.key_mask)
         return self._prepare(q, memory.k, memory.v, memory.key_mask, offset=offset, source=True)
 

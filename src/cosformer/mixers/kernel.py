@@ -9,9 +9,9 @@
     leaky_relu    phi = leaky_relu
     elu           phi(x) = elu(x) + 1
 
-relu, identity and leaky_relu are the cosFormer paper's study of what softmax does (Qin et al., 2022,
+relu, identity and leaky_relu are from the cosFormer paper's study of what softmax does (Qin et al., 2022,
 arXiv:2202.08791). The last two have weights of both signs, so their normaliser may come near zero or change
-sign: the core keeps it away from zero on its own side (`signed`). Clamping it from below, as for the others,
+sign: the core keeps its sign and clamps its magnitude (`signed`). Clamping it from below, as for the others,
 would turn every negative sum into eps.
 """
 
@@ -30,12 +30,12 @@ from ..ops.parallel import linear_sharded
 from . import Admission, Mixer, Sizes, register
 from .keys import Keys
 
-SHORT_CONV = 4  # tokens: what makes a linear layer recall
+SHORT_CONV = 4  # tokens; it lets a linear layer recall
 OWN_HORIZON = 'horizon="length" differs from call to call, and what is kept needs one number'
 
 
 class Kernel(Mixer):
-    """Abstract: a mixer of ops.linear. A subclass names its feature map and the core's options."""
+    """Abstract: a mixer on ops.linear. A subclass defines its feature map and the core's options."""
 
     streaming: Admission = True
     sharding: Admission = True
@@ -43,13 +43,13 @@ class Kernel(Mixer):
     grouped = True
     relu = False  # ReLU inside the core, where it is free
     signed = False  # weights of both signs
-    features_per_size = 1  # of phi
+    features_per_size = 1  # features of phi per number of x
     eps = 1e-6
     backend: str | None = None
-    own_horizon = False  # every call has its own, from its lengths
+    own_horizon = False  # each call's horizon follows from its lengths
 
     def phi(self, x: Tensor) -> Tensor:
-        """The features of queries and keys alike."""
+        """The features of queries and of keys."""
         return x
 
     def rates(self, x: Tensor | None, key_mask: Tensor | None) -> Tensor | None:
@@ -86,7 +86,7 @@ class Kernel(Mixer):
         if self.own_horizon:
             raise ValueError(f"mixer {self.name!r} cannot absorb a source: {OWN_HORIZON}")
         if self.positions is not None or self.rates(None, None) is not None:
-            return super().absorb(k, v, key_mask=key_mask)  # what a key adds depends on who asks
+            return super().absorb(k, v, key_mask=key_mask)  # what a key adds depends on the query
         if key_mask is not None:
             k, v = (t.masked_fill(~key_mask[:, None, :, None], 0) for t in (k, v))
         options: dict[str, Any] = {"relu": self.relu, "backend": self.backend}
@@ -109,7 +109,7 @@ class Kernel(Mixer):
         return self.heads * self.head_dim * self.features_per_size * cosine * (self.head_dim + 1)
 
     def _options(self, length: int, v: Tensor, x: Tensor | None, key_mask: Tensor | None) -> dict[str, Any]:
-        """What the core is told; a named backend need not take the one-hot values of `weights`."""
+        """The core's arguments; for the one-hot values of `weights` any backend may run."""
         backend = self.backend if v.shape[-1] == self.head_dim else None
         core = {"horizon": self.horizon_of(length), "relu": self.relu, "signed": self.signed, "eps": self.eps}
         return {**core, "backend": backend, "decay": self.rates(x, key_mask), "key_mask": key_mask}
@@ -122,15 +122,15 @@ class Kernel(Mixer):
 class Cosformer(Kernel):
     """cosFormer (Qin et al., 2022, arXiv:2202.08791): relu features, a cosine of the distance, decay.
 
-    A cosine that ends with the context hides its beginning, and beside a learned decay it adds nothing: the
-    recommended mixer has none, and so half the state and no limit of length.
+    A cosine that reaches 0 at the context's length hides its beginning, and beside a learned decay it adds
+    nothing: the recommended mixer has none, and so half the state and no limit on length.
 
     horizon       the distance at which a key stops mattering, a number or one per head; None means
                   max_length, "length" the longer side of each call (not for streams), math.inf no cosine
-    decay         as in decay.py: "gated" (the recommended), "ladder", rates, or None, the paper's operator
-    learn_decay   constant rates are learned
+    decay         as in decay.py: "gated" (recommended), "ladder", rates, or None, the paper's operator
+    learn_decay   learn the constant rates
     both_signs    features relu([x, -x]) instead of relu(x): twice as many, and twice the state
-    eps, backend  the operator's
+    eps, backend  as in `cosformer_attention`
     """
 
     rope = spe = "its re-weighting is its position encoding"
@@ -203,7 +203,7 @@ class Identity(Kernel):
 
 @register("leaky_relu")
 class LeakyRelu(Kernel):
-    """phi = leaky_relu, nearly non-negative, as the paper finds to matter; `slope` is the negative side's."""
+    """phi = leaky_relu, nearly non-negative, which the paper finds to matter; `slope` is for x < 0."""
 
     signed = True
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-ROOM = 64  # keys that there is room for at least, where it is made
+ROOM = 64  # the least number of keys to make room for
 
 
 @dataclass(frozen=True)
 class Keys:
-    """Keys and values (B, H, S, .) of a stream and their places; the next token stands at `position`."""
+    """Keys and values (B, H, S, .) of a stream and their positions; the next token stands at `position`."""
 
     k: Tensor
     v: Tensor
@@ -19,12 +19,12 @@ class Keys:
     position: int
 
     def index_select(self, index: Tensor) -> "Keys":
-        """The keys with batch rows chosen by `index`: the reordering that beam search asks for."""
+        """The keys with the batch rows in `index`, as beam search needs."""
         mask = None if self.key_mask is None else self.key_mask.index_select(0, index)
         return replace(self, k=self.k.index_select(0, index), v=self.v.index_select(0, index), key_mask=mask)
 
     def behind(self, more: int) -> "Keys":
-        """The keys with so many more, which were written into their room."""
+        """The keys and `more` that were written into the room behind them."""
         B, H, S, D = self.k.shape
         k, v = (x.as_strided((B, H, S + more, D), x.stride()) for x in (self.k, self.v))
         at = torch.arange(self.position + more, device=self.at.device)
@@ -38,9 +38,9 @@ class Keys:
 
 
 def with_room(keys: Keys) -> Keys:
-    """The same in memory of its own, with room for more behind the last.
+    """A copy with room for more behind the last key.
 
-    As long as nobody else has them one may write there, and then has what was written by `behind`.
+    Its only owner may write into that room, and then include what was written with `behind`.
     """
     S = keys.k.shape[2]
 
@@ -52,7 +52,7 @@ def with_room(keys: Keys) -> Keys:
 
 
 def room(x: Tensor) -> int:
-    """For how many keys there is memory where x (B, H, S, D) stands: S, if `with_room` did not make it."""
+    """How many keys the memory of x (B, H, S, D) has room for: S, unless `with_room` made it."""
     B, H, S, D = x.shape
     rows = x.stride(1) // max(D, 1)
     made = x.stride() == (H * rows * D, rows * D, D, 1) and x.storage_offset() == 0
@@ -60,7 +60,7 @@ def room(x: Tensor) -> int:
 
 
 def extend(keys: Keys | None, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Keys:
-    """The keys with the next ones behind them."""
+    """The keys followed by the next ones."""
     start = 0 if keys is None else keys.position
     at = torch.arange(start, start + k.shape[2], device=k.device)
     if keys is None:
@@ -72,5 +72,5 @@ def extend(keys: Keys | None, k: Tensor, v: Tensor, key_mask: Tensor | None) -> 
 
 
 def all_kept(k: Tensor, key_mask: Tensor | None) -> Tensor:
-    """The mask (B, S) of keys (B, H, S, D), made if there is none."""
+    """The mask (B, S) of keys (B, H, S, D), all True if there is none."""
     return k.new_ones(k.shape[0], k.shape[2], dtype=torch.bool) if key_mask is None else key_mask

@@ -19,7 +19,7 @@ class Linformer(Mixer):
     """Linformer (Wang et al., 2020, arXiv:2006.04768): keys and values projected to `rank` rows, O(N rank).
 
     `rank` is 256, or max_length if that is less. E and F are shared by the heads. They have a column for each
-    of max_length positions: a shorter source is that one with zeros after it, a longer one is refused.
+    of max_length positions: a shorter source counts as padded with zeros, a longer one is refused.
     """
 
     causal = "every projected key is a mixture of all positions, later ones too"
@@ -30,7 +30,7 @@ class Linformer(Mixer):
         rank = min(256, longest) if rank is None else rank
         if not 1 <= rank <= longest:
             raise ValueError(f"rank must be 1 to max_length = {longest}; got {rank}")
-        # Scaled so that lengths are kept in the mean (Johnson-Lindenstrauss).
+        # Scaled to keep vector lengths on average (Johnson-Lindenstrauss).
         self.E, self.F = (nn.Parameter(torch.randn(rank, longest) * rank**-0.5) for _ in range(2))
 
     def mix(self, q, k, v, *, x, causal, key_mask):
@@ -44,10 +44,10 @@ class Linformer(Mixer):
 class Nystrom(Mixer):
     """Nystromformer (Xiong et al., 2021, arXiv:2102.03902): O(N landmarks), and a convolution of the values.
 
-    The pseudo-inverse is `iterations` steps of a Newton-Schulz scheme of the third order, started for each
-    matrix alone (the released code scales by a maximum over the batch, so that rows depend on one another).
-    Segments divide each row's own tokens as evenly as whole numbers allow, so padding moves no landmark; a
-    row with fewer tokens than landmarks has as many landmarks as tokens.
+    The pseudo-inverse is `iterations` steps of a third-order Newton-Schulz scheme, scaled for each matrix
+    alone (the released code scales by a maximum over the batch, so rows depend on one another). Segments
+    divide each row's own tokens as evenly as possible, so padding moves no landmark; a row with fewer tokens
+    than landmarks has as many landmarks as tokens.
 
     conv    the convolution's width, odd; None for none
     """
@@ -68,10 +68,10 @@ class Nystrom(Mixer):
             self.conv = nn.Conv2d(H, H, (conv, 1), padding=(conv // 2, 0), groups=H, bias=False)
 
     def mix(self, q, k, v, *, x, causal, key_mask):
-        dtype = torch.promote_types(q.dtype, torch.float32)  # the iterated inverse needs the digits
+        dtype = torch.promote_types(q.dtype, torch.float32)  # the iterated inverse needs the precision
         a, b, u = (t.to(dtype) for t in (q, k, v))
         kept = all_kept(k, key_mask)
-        a = a.masked_fill(~kept[:, None, :, None], 0)  # queries make landmarks too
+        a = a.masked_fill(~kept[:, None, :, None], 0)  # queries enter landmarks, too
         mean, used = self._segments(kept)
         mean = mean.to(dtype)
         Q, K = mean @ a, mean @ b  # (B, H, m, D)
@@ -105,6 +105,6 @@ class Nystrom(Mixer):
 
 
 def _softmax(q: Tensor, k: Tensor, allowed: Tensor) -> Tensor:
-    """Softmax of the scores over what is allowed, zeros where nothing is."""
+    """Softmax of the scores over allowed keys, zeros if there are none."""
     scores = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(~allowed, torch.finfo(q.dtype).min)
     return scores.softmax(-1).masked_fill(~allowed, 0)

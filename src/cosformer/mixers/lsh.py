@@ -1,15 +1,15 @@
 """Reformer: softmax over the keys that fall into the query's hash bucket, found by sorting.
 
     out_i = sum_{j in A_i} exp(s_ij) v_j / sum_{j in A_i} exp(s_ij)      s_ij = q_i . q_j / |q_j|
-    A_i   = the j that in some round share i's bucket, at most C places away if sorted by bucket and position
+    A_i   = the j that share i's bucket in some round, at most C places away if sorted by bucket and position
     bucket(x) = argmax [x R, -x R],  R ~ N(0, I), one per round
 
-A round gives every pair the share 1 / (rounds in which it meets), so the rounds together are one softmax over
-A_i. A token attends to itself only if it has nothing else. O(rounds * N * chunk) and a sort.
+In each round a pair counts 1 / (rounds in which it meets), so that all rounds together are one softmax over
+A_i. A token attends to itself only if it sees nothing else. O(rounds * N * chunk) and a sort.
 
-The paper cuts the sorted order into chunks of C and lets i see its own and the one before. Where a cut falls
-depends on how many later tokens hash into earlier buckets, so its causal form leaks a little of the future;
-places within a bucket do not, and need no padding.
+The paper cuts the sorted order into chunks of C, and i sees its own chunk and the one before. Where a cut
+falls depends on how many later tokens hash into earlier buckets, so its causal form leaks a little of the
+future; places within a bucket leak nothing, and need no padding.
 
     R   rounds      n   chunks of a round      C   chunk size
 """
@@ -23,17 +23,17 @@ from .blocks import attend, merge
 from .contract import generator
 from .keys import all_kept
 
-SELF = -1e5  # the bias of a token's own score: nothing beside any other key, everything without one
+SELF = -1e5  # bias of a token's own score: negligible beside any other key, all there is without one
 
 
 @register("reformer")
 class Reformer(Mixer):
-    """Reformer (Kitaev et al., 2020, arXiv:2001.04451): the queries' directions are the keys; k is not read.
+    """Reformer (Kitaev et al., 2020, arXiv:2001.04451): keys are normalised queries; k is not read.
 
-    rounds    hashes that must all miss for a neighbour to be lost
+    rounds    the number of hashes; a neighbour is lost only if all of them miss it
     chunk     C, the places of the sorted order that a token sees on each side (causal: before it)
-    buckets   of a hash, 1 or even; by default two for each chunk of max_length, as in the paper, but at most
-              256, since each costs every token half a dot product
+    buckets   per hash, 1 or even; by default two per chunk of max_length, as in the paper, but at most 256,
+              since each costs half a dot product per token
     """
 
     cross = "its queries and keys are the same vectors"
@@ -70,21 +70,21 @@ class Reformer(Mixer):
         N = q.shape[2]
         C = min(self.chunk, N)
         kept = all_kept(q, key_mask)
-        q = q.masked_fill(~kept[:, None, :, None], 0)  # here queries are keys too
+        q = q.masked_fill(~kept[:, None, :, None], 0)  # queries are keys, too
         q, v, kept = F.pad(q, (0, 0, 0, -N % C)), F.pad(v, (0, 0, 0, -N % C)), F.pad(kept, (0, -N % C))
-        bucket = self.hash(q).masked_fill(~kept[:, None, None], self.buckets)  # what is masked sorts last
+        bucket = self.hash(q).masked_fill(~kept[:, None, None], self.buckets)  # masked tokens sort last
         order = bucket.argsort(dim=-1, stable=True)
         place = order.argsort(-1)  # where each position is sorted to
-        # Two positions meet in a round if their codes are at most C apart: another bucket adds more. What is
-        # masked meets itself only.
+        # Two positions meet in a round if their codes are at most C apart: another bucket adds more. A
+        # masked token meets only itself.
         code = torch.where(kept[:, None, None], place + bucket * (C + 1), -(C + 1) * (place + 1))
         i = order.unflatten(-1, (-1, C))  # positions (B, H, R, n, C) of queries
         j = _around(i, causal, fill=order.shape[-1])  # and of their keys (B, H, R, n, K), K = 2 C or 3 C
 
         lag = i[..., None] - j[..., None, :]
         allowed = _meet(code, i, j, C)
-        met = torch.zeros((), device=q.device)  # in how many rounds
-        for c in code.unbind(2):  # one at a time: all at once would take as much memory again for each
+        met = torch.zeros((), device=q.device)  # in how many rounds a pair meets
+        for c in code.unbind(2):  # one at a time: each would take as much memory again
             met = met + _meet(c.unsqueeze(2).expand_as(code), i, j, C)
         if causal:
             allowed = allowed & (lag >= 0)
@@ -93,7 +93,7 @@ class Reformer(Mixer):
         keys, values = (_around(_sort(x, order, C), causal, fill=0) for x in (direction, v))
         out, log = attend(_sort(q, order, C), keys, values, allowed, bias=bias)
         out, log = out.flatten(3, 4), log.flatten(3)
-        out, log = out.gather(3, place[..., None].expand(out.shape)), log.gather(3, place)  # in order again
+        out, log = out.gather(3, place[..., None].expand(out.shape)), log.gather(3, place)  # back in order
         return merge(*zip(out.unbind(2), log.unbind(2), strict=True))[:, :, :N].to(q.dtype)
 
 
@@ -106,7 +106,7 @@ def _meet(code: Tensor, i: Tensor, j: Tensor, reach: int) -> Tensor:
 
 
 def _around(x: Tensor, causal: bool, *, fill: int) -> Tensor:
-    """Each chunk and that before and, unless causal, after it: (B, H, R, n, C, ...) -> (.., n, K, ...)."""
+    """Each chunk, that before and, unless causal, that after: (B, H, R, n, C, ...) -> (.., n, K, ...)."""
     ends = torch.full_like(x[:, :, :, :1], fill)
     before, after = torch.cat([ends, x[:, :, :, :-1]], 3), torch.cat([x[:, :, :, 1:], ends], 3)
     return torch.cat([before, x] if causal else [before, x, after], 4)

@@ -2,7 +2,7 @@
 
     out_i = sum_{j in A_i} (q_i . k_j / sqrt(D))^p v_j / sqrt(|A_i|)      A_i: the keys that query i may see
 
-Weights may be negative and do not sum to one; 1/sqrt(N) keeps the matrix's norm where softmax would
+Weights may be negative and do not sum to one; 1/sqrt(N) keeps the matrix's norm on softmax's scale
 (Saratchandran et al., 2024, arXiv:2410.18613). N is the number of keys a query sees, so padding and later
 tokens change nothing.
 """

@@ -6,8 +6,8 @@
 
 Rotary positions are by Su et al. (2021, arXiv:2104.09864), stochastic positional encoding (SPE) by Liutkus et
 al. (2021, arXiv:2105.08399). SPE gives each position a random vector with that covariance, so q and k stay
-separate factors and linear mixers can use it. One draw is exact only in the mean: its error falls with the
-square root of the realisations, here as many as head_dim, so that shapes stay.
+separate factors and linear mixers can use it. One draw is exact only on average: its error falls with
+the square root of the number of realisations, here head_dim, so that shapes stay the same.
 """
 
 import math
@@ -52,12 +52,12 @@ class Rope(nn.Module):
 
 
 def _tables(*of) -> tuple[Tensor, Tensor]:
-    """Cosine and sine (count, size / 2) of the angles from position start on, kept if torch runs eagerly."""
+    """Cosine and sine (count, size / 2) of the angles from position start on; cached in eager mode."""
     tracing = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
     return _angles(*of) if tracing else _kept_angles(*of)
 
 
-@torch.inference_mode(False)  # what is kept may be asked for under autograd next
+@torch.inference_mode(False)  # a cached table may be used under autograd next
 def _angles(size: int, base: float, start: int, count: int, dtype: torch.dtype, device: torch.device):
     at = torch.arange(start, start + count, dtype=torch.float64, device="cpu")
     angle = at[:, None] * speeds(size, base)  # float64: exact at any position
@@ -65,11 +65,11 @@ def _angles(size: int, base: float, start: int, count: int, dtype: torch.dtype, 
 
 
 def speeds(size: int, base: float) -> Tensor:
-    """By how much each pair is turned from one position to the next: (size / 2,) in float64."""
+    """How far each pair turns per position, in radians: (size / 2,) in float64."""
     return base ** (-torch.arange(0, size, 2, dtype=torch.float64, device="cpu") / size)
 
 
-_kept_angles = lru_cache(maxsize=16)(_angles)  # every layer of a model asks for the same
+_kept_angles = lru_cache(maxsize=16)(_angles)  # the same for every layer of a model
 
 
 class SineSPE(nn.Module):
@@ -86,7 +86,7 @@ class SineSPE(nn.Module):
 
     def __init__(self, heads: int, head_dim: int, max_length: int, *, sines: int = 5, seed: int = 0):
         super().__init__()
-        # Periods from 4 positions to 4 max_length at first; gains so that P_d(0) = 1 without offsets.
+        # Initial periods from 4 to 4 max_length positions; gains so that P_d(0) = 1 without offsets.
         frequency = torch.linspace(math.log(1 / 4), -math.log(4 * max_length), sines).exp()
         self.frequency = nn.Parameter(frequency.expand(heads, head_dim, sines).clone())
         self.offset = nn.Parameter(torch.zeros(heads, head_dim, sines))
@@ -108,7 +108,7 @@ class SineSPE(nn.Module):
         angle = 2 * math.pi * self.frequency.double()[:, None] * at + shift.double()[:, None]
         angle = angle.to(dtype)  # (H, N, D, sines)
         wave = torch.stack([angle.cos(), angle.sin()], -1) * self.gain.to(dtype)[:, None, :, :, None]
-        noise = self.noise.to(dtype) / math.sqrt(x.shape[-1])  # never spread over positions, as x is:
+        noise = self.noise.to(dtype) / math.sqrt(x.shape[-1])  # not expanded over positions; x is:
         spread = x.to(dtype)[..., None, None] * wave  # (B, H, N, D, sines, 2)
         return (spread.flatten(3) @ noise.flatten(1, 3)).to(x.dtype)
 
@@ -118,7 +118,7 @@ class ConvSPE(nn.Module):
 
     q_m becomes sum_d q_md Q_d(m), with Q_d(m) = sum_p x_d(p) z_d(m - p) / sqrt(R), and k likewise with y;
     distances beyond the filters have no covariance. The noise (max_length, D, R) is shared by the heads and
-    is made anew from its seed, which is what is saved.
+    regenerated from its seed; only the seed is saved.
     """
 
     kind = "spe"
@@ -126,7 +126,7 @@ class ConvSPE(nn.Module):
 
     def __init__(self, heads: int, head_dim: int, max_length: int, *, taps: int = 16, seed: int = 0):
         super().__init__()
-        decay = torch.linspace(0, -3, taps).exp()  # nearer positions are more alike at first
+        decay = torch.linspace(0, -3, taps).exp()  # at first nearer positions are more alike
         self.query_filter = nn.Parameter((decay / decay.norm()).expand(heads, head_dim, taps).clone())
         self.key_filter = nn.Parameter(self.query_filter.detach().clone())
         self.max_length, self.taps = max_length, taps

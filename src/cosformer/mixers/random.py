@@ -3,7 +3,7 @@
     performer    exp(x . y) = E_w[ exp(w.x - |x|^2/2) exp(w.y - |y|^2/2) ]                  w ~ N(0, I)
     rfa          exp(-s^2 |x - y|^2 / 2) = E_w[ sin(w.x) sin(w.y) + cos(w.x) cos(w.y) ]     w ~ N(0, s^2 I)
 
-performer's features are positive; rfa's are those of directions, |x| = |y| = 1.
+performer's features are positive; rfa's are of directions, |x| = |y| = 1.
 
 The draws are buffers: drawn from the option `seed`, saved with the module, and replaced by `redraw`.
 """
@@ -21,11 +21,11 @@ from . import Mixer, Sizes, register
 from .contract import generator
 from .keys import all_kept
 
-TINY = 1e-20  # the smallest normaliser of positive features: their sums may be small without being nothing
+TINY = 1e-20  # the smallest normaliser of positive features, whose sums may be tiny but meaningful
 
 
 def orthogonal(rows: int, size: int, generator: torch.Generator | None = None) -> Tensor:
-    """(rows, size) Gaussian vectors, orthogonal within every `size` of them; each alone is N(0, I)."""
+    """(rows, size) Gaussian vectors, orthogonal within each block of `size`; each alone is N(0, I)."""
     blocks = []
     for _ in range(-(-rows // size)):
         basis, r = torch.linalg.qr(torch.randn(size, size, generator=generator, dtype=torch.float64))
@@ -57,8 +57,8 @@ class Performer(Mixer):
         s_ij = phi(q_i) . phi(k_j)      phi(x) = exp(W y - |y|^2 / 2) / sqrt(F)      y = x / D^(1/4)
 
     Exponents are shifted so that nothing overflows. A query's own maximum cancels in its row. The keys' shift
-    must be one number for all keys a query sees: their maximum, or causally the running maximum m_i, so that
-    no later key can push an earlier row under the smallest float. exp(-(m_i - m_j)) between key and query is
+    must be the same for all keys a query sees: their maximum or, if causal, the running maximum m_i, so that
+    no later key can make an earlier row underflow. exp(-(m_i - m_j)) between key and query is
     the core's decay with rates m_t - m_(t-1), so this is exact.
     """
 
@@ -117,10 +117,10 @@ class Performer(Mixer):
     def _running(
         self, k: Tensor, key_mask: Tensor | None, before: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """The keys' features under the running maximum m, the rates m_t - m_(t-1) by query head, the last m.
+        """The keys' features relative to the running maximum m, the rates m_t - m_(t-1) per query head, and
+        the last m.
 
-        Until the first unmasked key there is no maximum and nothing to scale: m is then that key's (0 if
-        there is none).
+        Before the first unmasked key there is nothing to scale, and m is that key's (0 if there is none).
         """
         e = self._key_exponents(k, key_mask)
         top = e.detach().amax(-1)  # (B, Hk, S)
@@ -140,7 +140,7 @@ class RandomFeatureAttention(Mixer):
         y    = sigma * x / |x|          W ~ N(0, I)
 
     sigma, one number per head and dimension, is learned from the option's value. Sums may be negative by
-    chance, so the normaliser is kept away from zero on its own side. With `gate`, causally,
+    chance, so the normaliser keeps its sign and its magnitude is clamped. With `gate`, which is causal,
 
         [S_t, z_t] = g_t [S_(t-1), z_(t-1)] + (1 - g_t) phi(k_t) [v_t, 1]^T        g_t = sigmoid(w . k_t + b)
 
@@ -206,7 +206,7 @@ class RandomFeatureAttention(Mixer):
 def _aligned(
     length: int, k: Tensor, v: Tensor, key_mask: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """As many keys as queries, as rates per position need: those unseen are cut, missing ones masked."""
+    """As many keys as queries, as rates per position need: unseen keys are cut, masked ones added."""
     k, v, key_mask = k[:, :, :length], v[:, :, :length], None if key_mask is None else key_mask[:, :length]
     if missing := length - k.shape[2]:
         key_mask = F.pad(all_kept(k, key_mask), (0, missing))

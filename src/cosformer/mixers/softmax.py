@@ -2,7 +2,7 @@
 
     out_i = sum_j exp(q_i . k_j / sqrt(D)) v_j / sum_j exp(q_i . k_j / sqrt(D))
 
-torch computes it; ours is only what a stream keeps.
+torch computes it; our part is streams and sequences in several processes.
 """
 
 from typing import Any
@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from . import Mixer, register
 from .keys import extend
 
-PAIRS = 2**24  # of a query and a key, in one mask
+PAIRS = 2**24  # of a query and a key in one mask
 
 
 @register("softmax")
@@ -36,7 +36,7 @@ class Softmax(Mixer):
 
     def step(self, q, k, v, state, *, x, key_mask):
         keys = extend(state, k, v, key_mask)
-        ends = state is None or q.shape[2] == 1  # a beginning, or one last token, which needs no mask
+        ends = state is None or q.shape[2] == 1  # the beginning, or one last token, needs no mask
         if keys.key_mask is None and ends:
             return F.scaled_dot_product_attention(q, keys.k, keys.v, is_causal=state is None), keys
         allowed = keys.at <= keys.at[-q.shape[2] :, None]
@@ -50,7 +50,7 @@ class Softmax(Mixer):
         k, v = shard.whole(k, 2), shard.whole(v, 2)
         mask = None if key_mask is None else shard.whole(key_mask, 1)
         at = torch.arange(shard.total, device=q.device)
-        begins = None if shard.places is None else at - shard.whole(shard.places, 1)  # each token's sequence
+        begins = None if shard.places is None else at - shard.whole(shard.places, 1)  # of its sequence
 
         def read(q: Tensor, here: Tensor) -> Tensor:
             allowed = (at <= here[:, None] if causal else (at >= 0).expand(len(here), -1))[None, None]
@@ -63,7 +63,7 @@ class Softmax(Mixer):
         here, some = at[shard.offset :][: q.shape[2]], max(1, PAIRS // shard.total)
         if q.shape[2] <= some:
             out = read(q, here)
-        else:  # some queries at a time: what says who sees whom would grow with the square of the length
+        else:  # some queries at a time: one mask for all would grow with the square of the length
             blocks = zip(q.split(some, 2), here.split(some), strict=True)
             again: Any = {"use_reentrant": False, "preserve_rng_state": False}
             out = torch.cat([checkpoint(read, *block, **again) for block in blocks], 2)

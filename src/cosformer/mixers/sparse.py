@@ -5,7 +5,7 @@
                fixed:   i, j in one block of l, or j mod l >= l - c
     bigbird    blocks: neighbours, global ones, a few random ones     BigBird
 
-Causal means j <= i on top. Patterns count positions from the first row, so padding belongs on the right.
+Causal adds j <= i. Patterns count positions from the first token, so padding belongs on the right.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Local(Mixer):
     """Longformer (Beltagy et al., 2020, arXiv:2004.05150): `window` keys on each side, O(N window).
 
     The first `globals` tokens see and are seen by all. Longformer gives them projections of their own; a
-    mixer has none, so here they share the others'.
+    mixer has none, so here they share those of the other tokens.
     """
 
     cross = ONE_SEQUENCE
@@ -54,7 +54,7 @@ class Local(Mixer):
             allowed = _past(_keys(key_mask, g, q), i, j, causal)
             parts.append(attend(rows, k[:, :, None, :g], v[:, :, None, :g], allowed))
         out = join(merge(*parts), L)
-        if g and not causal:  # causally its past is global too, and in the parts above
+        if g and not causal:  # if causal, they see only global tokens, as above
             seen, _ = attend(q[:, :, :g], k, v, _keys(key_mask, L, q).squeeze(2))
             out = torch.cat([seen, out[:, :, g:]], 2)
         return out.to(q.dtype)
@@ -62,7 +62,7 @@ class Local(Mixer):
     def step(self, q, k, v, state, *, x, key_mask):
         keys = extend(state, k, v, key_mask)
         if q.shape[2] == 0:
-            return v, keys  # as many values as queries: none
+            return v, keys  # no queries: v is empty, too
         lag = keys.at[-q.shape[2] :, None] - keys.at
         allowed = (lag >= 0) & ((lag <= self.window) | (keys.at < self.globals))
         if keys.key_mask is not None:
@@ -112,7 +112,7 @@ class Sparse(Mixer):
         n, C = rows.shape[2:4]
 
         def wanted(lag, j):
-            return (lag.abs() <= C) & (lag % C != 0)  # multiples of the stride are the other part's
+            return (lag.abs() <= C) & (lag % C != 0)  # multiples of the stride are in the other part
 
         window = _near(rows, keys, values, inside, i, causal, wanted)
         # Down the columns: position b C + c meets b' C + c. One attention per column c, of n rows.
@@ -135,12 +135,12 @@ class Sparse(Mixer):
 
 @register("bigbird")
 class BigBird(Mixer):
-    """BigBird (Zaheer et al., 2020, arXiv:2007.14062), of blocks: O(N block (window + globals + random)).
+    """BigBird (Zaheer et al., 2020, arXiv:2007.14062), on blocks: O(N block (window + globals + random)).
 
     A block sees `window` blocks around it (an odd number, itself the middle), the global blocks, and `random`
-    others drawn per head and block; a global block sees everything. `global_blocks` counts from the end where
-    negative: (0, -1), the first and last, is the released model's choice. The end is that of each row's own
-    keys, so padding changes nothing.
+    others drawn per head and block; a global block sees everything. Negative `global_blocks` count from the
+    end of each row's own keys, so padding changes nothing; (0, -1), the first and last, is the released
+    model's choice.
     """
 
     causal = "its global and random blocks look ahead; the paper uses it in encoders"
@@ -164,7 +164,7 @@ class BigBird(Mixer):
                 f"got block {block}, window {window}, random {random}"
             )
         self.block, self.window, self.global_blocks = block, window, tuple(global_blocks)
-        # Numbers below 2^31, not blocks: scaled to the blocks a row has, they are a draw for every length, in
+        # Numbers below 2^31, not blocks: scaled to the number of blocks in a row, they serve every length, in
         # linear memory.
         blocks = -(-sizes.max_length // block)
         self.register_buffer("draw", torch.empty(sizes.heads, blocks, random, dtype=torch.int64))
@@ -197,7 +197,7 @@ class BigBird(Mixer):
             free = count[..., 0] - (seen >= 0).sum(-1)
             pick = self.draw[:, :n, t] * free >> 31  # the pick-th of the blocks not seen yet ...
             for taken in seen.sort(-1).values.unbind(-1):
-                pick = pick + ((taken >= 0) & (pick >= taken))  # ... by its own number
+                pick = pick + ((taken >= 0) & (pick >= taken))  # ... as a block's number
             seen = torch.cat([seen, pick.masked_fill(free < 1, -1)[..., None]], -1)
         return lead[:, 0, 0], seen
 
@@ -221,7 +221,7 @@ class BigBird(Mixer):
 
 
 def _near(rows, keys, values, inside, i, causal: bool, wanted) -> tuple[Tensor, Tensor]:
-    """Softmax over each block and the one before and, unless causal, after it: those `wanted(lag, j)`."""
+    """Softmax over keys `wanted(lag, j)` of each block, the one before and, unless causal, the one after."""
     around = torch.arange(-1, 1 if causal else 2, device=i.device)
     index = (torch.arange(len(i), device=i.device)[:, None] + around)[None, None]  # (1, 1, n, 2 or 3)
     j, there = places(index, inside)
@@ -235,7 +235,7 @@ def _past(allowed: Tensor, i: Tensor, j: Tensor, causal: bool) -> Tensor:
 
 
 def _keys(key_mask: Tensor | None, length: int, like: Tensor) -> Tensor:
-    """The first `length` keys that are kept: (B or 1, 1, 1, 1, length)."""
+    """Which of the first `length` keys are kept: (B or 1, 1, 1, 1, length)."""
     if key_mask is None:
         return torch.ones(1, 1, 1, 1, length, dtype=torch.bool, device=like.device)
     return key_mask[:, None, None, None, :length]

@@ -1,7 +1,7 @@
 """The native backend: the operator over the compiled kernel (csrc/), and the choice of an instruction set.
 
 The kernel is a plain C library, one per instruction set, loaded on first use. It works on tensors in place,
-whatever their strides.
+with any strides.
 """
 
 import ctypes
@@ -13,7 +13,7 @@ from functools import cache, reduce
 from operator import is_
 from pathlib import Path
 
-import torch  # before the kernel is loaded, so that both use the OpenMP runtime that torch brings
+import torch  # before the kernel is loaded, so that both use torch's OpenMP runtime
 from torch import Tensor
 
 from .call import Backend, Call, Grads, Inputs, Outputs, Run, RunBackward, Upstream, dense, projected, theta
@@ -28,13 +28,13 @@ _GRADS = struct.Struct("=36q2q")  # struct cosformer_grads
 _GRAD_PLACES = struct.Struct("=8q")  # struct cosformer_grad_places
 CONVOLUTION = struct.Struct("=8q12q2q")  # struct cosformer_convolution_call
 NORM = struct.Struct("=3qdq24qq")  # struct cosformer_norm_call
-_ABSENT = (0,) * 6  # a tensor that is not there
+_ABSENT = (0,) * 6  # a missing tensor
 BLOCK = struct.Struct("=8q4d4q36q3q3q")  # struct cosformer_block
 KEPT = struct.Struct("=4q2qq")  # struct cosformer_kept
 ENDS = struct.Struct("=5qd4q")  # struct cosformer_ends
 _STRUCTS = (_CALL, _PLACES, _GRADS, _GRAD_PLACES, CONVOLUTION, NORM, BLOCK, KEPT, ENDS)
 _ABI = reduce(lambda abi, struct: (1000 * abi + struct.size) % 1_000_000_007, _STRUCTS, 0)
-_LARGE = 1 << 22  # bytes: what is smaller malloc gives out again, pages and all; this may come fresh again
+_LARGE = 1 << 22  # bytes: malloc reuses the pages of smaller tensors; those of larger ones may be new
 _CPU = torch.device("cpu")
 
 _log = logging.getLogger("cosformer")
@@ -44,7 +44,7 @@ _log = logging.getLogger("cosformer")
 
 
 def _directory() -> Path:
-    """Where the libraries are: the package's path also names where an editable install keeps them."""
+    """Where the libraries are; the package's path includes that of an editable install's build."""
     places = [Path(p) / "lib" for p in sys.modules[__package__].__path__]
     return next((p for p in places if p.is_dir()), places[-1])
 
@@ -90,12 +90,12 @@ def usable() -> list[str]:
     built = [isa for isa in ISAS if _path(isa).exists()]
     if not built:
         return []
-    any_kernel = _Kernel(built[-1])  # what it is asked uses no special instructions
+    any_kernel = _Kernel(built[-1])  # its `supports` uses no special instructions
     return [isa for isa in built if any_kernel.supports(isa.encode())]
 
 
 def _load() -> _Kernel:
-    """The kernel for the instruction set that COSFORMER_ISA names, else for the best."""
+    """The kernel for the instruction set in COSFORMER_ISA, else for the best."""
     found, isa = usable(), os.environ.get("COSFORMER_ISA")
     if isa and isa not in found:
         if _path(isa).exists():
@@ -132,7 +132,7 @@ def problem() -> str | None:
 
 
 def info() -> dict[str, object]:
-    """The instruction set loaded, and those that could be."""
+    """The instruction set in use, and all usable ones."""
     kernel = _loaded()
     return {} if isinstance(kernel, str) else {"instruction set": kernel.isa, "usable": usable()}
 
@@ -141,12 +141,12 @@ def info() -> dict[str, object]:
 
 
 def described(t: Tensor | None) -> tuple[int, ...]:
-    """struct cosformer_tensor."""
+    """The fields of struct cosformer_tensor."""
     return _ABSENT if t is None else (t.data_ptr(), DTYPES[t.dtype], *t.stride())
 
 
 def _rows(t: Tensor | None) -> Tensor | None:
-    """A state with values in memory and contiguous rows; nearly always the state itself."""
+    """The state with its values in memory and contiguous rows; nearly always t itself."""
     if t is None:
         return None
     t = dense(t)
@@ -161,7 +161,7 @@ def _in_memory(x: Inputs) -> Inputs:
 
 
 def _fresh(t: Tensor) -> Tensor:
-    """A tensor about to be filled; if large, in huge pages: small ones take the system long to hand out."""
+    """t, about to be filled; if it is large, ask for huge pages: mapping small ones takes long."""
     if t.nbytes >= _LARGE:
         kernel().expect(t.data_ptr(), t.nbytes)
     return t
@@ -196,15 +196,15 @@ def _packed(x: Inputs, y: Outputs, call: Call, angles: Tensor | None) -> bytes:
 
 
 def check(failed: int, rates: Tensor | None = None) -> None:
-    """Raise what a return code of the kernel stands for."""
+    """Raise the error that a return code of the kernel means."""
     if failed == 1:
         raise MemoryError("the native kernel could not allocate its scratch memory")
-    if failed:  # the kernel has seen a rate that it cannot take
+    if failed:  # the kernel found an invalid rate
         check_rates(rates)
 
 
 def _is_added_to(x: Inputs, call: Call) -> bool:
-    """Whether the output must be summed apart: a second sweep adds to it, and half precision would round."""
+    """Whether the output is summed in float32 first: a second sweep adds to it, and half would round."""
     return call.two_sided(x) and x.q.dtype != torch.float32
 
 
@@ -221,7 +221,7 @@ def forward(x: Inputs, call: Call) -> Outputs:
 
 
 def plan(x: Inputs, call: Call, graph: bool) -> Run | None:
-    """`forward`, packed once for all tensors like these: each time only their addresses are filled in."""
+    """`forward`, packed once for all tensors like these; each run fills in only their addresses."""
     if not all(map(is_, x, _in_memory(x))) or x.cu_seqlens is not None or _is_added_to(x, call):
         return None
     y, angles, run_at = Outputs.empty(x, call), _angles(x, call), kernel().forward
@@ -229,7 +229,7 @@ def plan(x: Inputs, call: Call, graph: bool) -> Run | None:
     shape, strides = y.out.shape, y.out.stride()
     state_shape, state_strides = ((), ()) if y.after is None else (y.after.shape, y.after.stride())
     keeps_norm, norms = graph or call.two_sided(x), y.norm.numel()
-    hidden = 0 if y.after is None or call.keep_state or not graph else y.after.numel()  # the backward's alone
+    hidden = 0 if y.after is None or call.keep_state or not graph else y.after.numel()  # for backward only
 
     def run(q, k, v, decay, mask, before, position, held=angles):
         out = q.new_empty_strided(shape, strides)

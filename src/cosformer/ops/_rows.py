@@ -12,7 +12,7 @@ from ._native import CONVOLUTION, DTYPES, NORM, check, kernel, problem
 
 
 def takes(x: Tensor, dtypes: Collection[torch.dtype] = DTYPES) -> bool:
-    """Whether the kernel takes this tensor now: where torch traces or maps, its own operations do."""
+    """Whether the kernel can take this tensor now; while torch traces or maps, it cannot."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or is_functorch_wrapped_tensor(x):
         return False
     if forward_ad._current_level >= 0:  # forward-mode derivatives
@@ -52,7 +52,7 @@ def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def norm_gradients(x: Tensor, weight: Tensor, eps: float, dy: Tensor) -> tuple[Tensor, Tensor]:
-    """Of x and, in float32, of the weight."""
+    """The gradients of x and, in float32, of the weight."""
     dx = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     shape = (torch.get_num_threads(), x.shape[1])
     parts = torch.zeros(shape, dtype=torch.float32, device=x.device)
@@ -82,9 +82,9 @@ def step(
     places: Tensor | None = None,
     logits: Tensor | None = None,
 ) -> bool:
-    """x (B, C), in float32, and what the blocks keep, in place; `dtype` is that of the parameters.
+    """Update x (B, C), in float32, and the blocks' streams in place; `dtype` is that of the parameters.
 
-    False where a table has no row for an id or a place: nothing was changed then.
+    False, with the streams unchanged, if a table has no row for an id or a place.
     """
     sizes = (*x.shape, position, torch.get_num_threads())
     outer = [0 if t is None else t.data_ptr() for t in (ids, places, logits)]

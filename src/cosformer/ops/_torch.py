@@ -9,8 +9,8 @@ cos(a - b) = cos a cos b + sin a sin b, so with phi(x) = [f(x) cos a, f(x) sin a
     state = sum_j phi(k_j) [v_j, 1]^T      (F, E + 1), the last column is the normaliser
     [n_i, z_i] = phi(q_i) state
 
-The axis of positions is cut into spans in which every position has a query or none has, and a key or none
-has. A sweep carries a state along it. With g the running sum of the rates in a span and G its last value,
+Positions are cut into spans; within a span every position has a query or none does, and likewise for keys. A
+sweep carries a state along the spans. With g the running sum of the rates in a span and G its last value,
 
     rightward   a query reads exp(-g_i) state
                 state <- exp(-G) state + sum_j exp(-(G - g_j)) phi(k_j) [v_j, 1]^T
@@ -18,9 +18,8 @@ has. A sweep carries a state along it. With g the running sum of the rates in a 
                 state <- exp(-G) state + sum_j exp(-g_j) phi(k_j) [v_j, 1]^T
 
 Every exponent is <= 0, so nothing overflows at any rate or length. Pairs inside a span of queries and keys
-take the quadratic form (D features, the cosine as a table). Only a bidirectional call with decay needs both
-sweeps; without decay it does not matter where a key stands, so all keys come first, then all queries, and no
-span has both.
+use the quadratic form (D features, the cosine as a table). Only a bidirectional call with decay needs both
+sweeps; without decay order does not matter, so all keys come first, then all queries, and no span has both.
 
 Backward. m_i = [dout_i / z_i, -(out_i . dout_i) / z_i] is the gradient of [n_i, z_i], ds_ij = m_i . [v_j, 1],
 
@@ -54,8 +53,8 @@ from .call import (
     theta,
 )
 
-CHUNK = 128  # of a span with pairs: long enough to keep the GEMMs busy, short enough for the quadratic part
-STRIDE = 1024  # elsewhere nothing is quadratic, and longer steps only save calls
+CHUNK = 128  # length of a span with pairs: long enough to keep GEMMs busy, short enough for quadratic cost
+STRIDE = 1024  # length of other spans: nothing is quadratic there, and longer ones save calls
 
 
 def forward(x: Inputs, call: Call) -> Outputs:
@@ -121,7 +120,7 @@ def backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> Grads:
                 c.query_reads(right, s, leftward=True)
             right = c.past(right, s, c.keys(s), leftward=True)
 
-    if x.decay is not None and upstream.dafter is not None and c.S:  # the state handed out is faded, too
+    if x.decay is not None and upstream.dafter is not None and c.S:  # the returned state has decayed, too
         c.dA_key[:, :, -1] -= (upstream.dafter * left).sum((-2, -1))
     dstate = None if x.state is None else mirror.clone()
     return Grads(c.dq.to(x.q.dtype), c.dk.to(x.k.dtype), c.dv.to(x.v.dtype), c.rate_gradient(), dstate)
@@ -149,7 +148,7 @@ class _Spans:
         self.x, self.decay, self.q_offset, self.relu = x, x.decay, call.q_offset, call.relu
         (self.B, self.H, self.L, self.D), (_, self.Hk, self.S, self.E) = x.q.shape, x.v.shape
         self.two_sided, self.state_shape = call.two_sided(x), call.state_shape(x.q, x.v)
-        self.windowed = call.causal or self.two_sided  # positions matter
+        self.windowed = call.causal or self.two_sided  # order matters
         self.spans = list(self._windowed(call.causal) if self.windowed else self._apart())
         self.device, self.dtype, self.exact = x.q.device, sum_dtype(x.q.dtype), exact_dtype(x.q.device)
         self._make_tables(call)
@@ -161,7 +160,7 @@ class _Spans:
 
     def _windowed(self, causal: bool) -> Iterator[_Span]:
         start, end = self.q_offset, self.q_offset + self.L
-        last = end if causal else max(end, self.S)  # beyond the queries nothing is seen
+        last = end if causal else max(end, self.S)  # keys after the last query are not seen
         edges = sorted({0, last, *(e for e in (start, end, self.S) if e < last)})
         for lo, hi in zip(edges[:-1], edges[1:], strict=True):
             queries, keys = start <= lo < end, lo < self.S
@@ -169,9 +168,9 @@ class _Spans:
             yield from (_Span(a, b, queries, keys) for a, b in _cut(lo, hi, step))
 
     def _make_tables(self, call: Call) -> None:
-        """Cosine and sine at every position, (1 or H, length, 1), and of the lags in a span, (1 or H, n, n).
+        """Cosine and sine at every position, (1 or H, length, 1); cosine of a span's lags, (1 or H, n, n).
 
-        Made once a call, on its device; the angles in float64, since positions can be large.
+        Made once per call, on its device; angles are in float64, since positions can be large.
         """
         at = torch.arange(max(self.q_offset + self.L, self.S), device=self.device)
         n = min(CHUNK, self.L) if self.windowed else 0
@@ -188,7 +187,7 @@ class _Spans:
             self.inside = self.inside.tril()
 
     def rows(self, s: _Span) -> slice:
-        """The queries at these positions."""
+        """The rows of q at these positions."""
         return slice(s.lo - self.q_offset, s.hi - self.q_offset)
 
     def query(self, s: _Span) -> Tensor:
@@ -203,7 +202,7 @@ class _Spans:
         return torch.nn.functional.pad(self._masked(self.x.v, s), (0, 1), value=1.0)
 
     def keys(self, s: _Span) -> _Pair | None:
-        """What the keys of a span bring to a state."""
+        """What the keys of a span add to a state."""
         return (self.key(s), self.value(s)) if s.keys else None
 
     def _masked(self, t: Tensor, s: _Span) -> Tensor:
@@ -226,14 +225,14 @@ class _Spans:
         return d[..., : self.D] * cos + d[..., self.D :] * sin
 
     def sums(self, s: _Span) -> Tensor:
-        """The running sum g of the rates in a span, (B or 1, H, n), in float64: strong and weak may mix."""
+        """The running sum g of the rates in a span, (B or 1, H, n), in float64: rates of all sizes mix."""
         assert self.decay is not None
         if self.decay.ndim == 3:
             return running_sum(self.decay[:, :, s.lo : s.hi].to(self.exact))
         return self.decay.to(self.exact)[None, :, None] * torch.arange(1, s.hi - s.lo + 1, device=self.device)
 
     def faded(self, t: Tensor, s: _Span, *, leftward: bool = False) -> Tensor:
-        """t (.., n, any) times what decay leaves of a state that entered the span."""
+        """t (.., n, any) times the decay from the edge where a state enters the span to each position."""
         if self.decay is None:
             return t
         g = self.sums(s)
@@ -243,12 +242,12 @@ class _Spans:
         return torch.zeros(self.state_shape, dtype=self.dtype, device=self.device)
 
     def past(self, state: Tensor, s: _Span, taken: _Pair | None, *, leftward: bool = False) -> Tensor:
-        """The state after crossing a span, from which it takes in phi(f) u^T."""
+        """The state after it crosses a span and takes in the span's phi(f) u^T."""
         if self.decay is not None:
             state = state * torch.exp(-self.sums(s)[..., -1:]).to(self.dtype).unsqueeze(-1)
         if taken is None:
             return state
-        f, u = taken  # leaving a span at one end is entering it at the other
+        f, u = taken  # decay up to the exit edge = decay from it, for a state that enters there
         return state + self.phi(self.faded(f, s, leftward=not leftward), s).mT @ u
 
     def table(self, s: _Span) -> Tensor:
@@ -262,7 +261,7 @@ class _Spans:
 
 
 class _Gradients(_Spans):
-    """The backward's half: what is read in a sweep is added to the gradients."""
+    """The backward: what a sweep reads is added to the gradients."""
 
     def __init__(self, x: Inputs, call: Call, y: Outputs, dout: Tensor):
         super().__init__(x, call)
@@ -276,7 +275,7 @@ class _Gradients(_Spans):
             self.dA_key = zeros(self.B, self.H, self.S, dtype=self.exact)
 
     def m(self, s: _Span) -> Tensor:
-        """The gradient of [n_i, z_i]; a clamped normaliser passes none on."""
+        """The gradient of [n_i, z_i]; that of a clamped normaliser is 0."""
         dout, z = self.dout[:, :, self.rows(s)].to(self.dtype), self.y.norm[:, :, self.rows(s), None]
         dn = dout / self.call.clamp(z)
         dz = -(dn * self.y.out[:, :, self.rows(s)].to(self.dtype)).sum(-1, keepdim=True)
@@ -284,7 +283,7 @@ class _Gradients(_Spans):
         return torch.cat([dn, dz.masked_fill(size < self.call.eps, 0)], -1)
 
     def queries(self, s: _Span) -> _Pair | None:
-        """What the queries of a span bring to the mirror."""
+        """What the queries of a span add to the mirror."""
         return (self.query(s), self.m(s)) if s.queries else None
 
     def query_reads(self, state: Tensor, s: _Span, *, leftward: bool = False) -> None:
@@ -299,11 +298,11 @@ class _Gradients(_Spans):
         self._add_dkv(df, dv, f, s, self._toward(leftward, f, df))
 
     def _toward(self, leftward: bool, f: Tensor, df: Tensor) -> Tensor | None:
-        """The part of dA that a reader owes to a state coming from one side."""
+        """The part of a reader's dA due to a state that comes from one side."""
         return None if self.decay is None else (f * df).sum(-1) * (1 if leftward else -1)
 
     def pairs(self, s: _Span) -> None:
-        """What the queries and the keys of one span owe to each other."""
+        """The gradients from pairs of queries and keys within one span."""
         f, m, g, u, w = self.query(s), self.m(s), self.key(s), self.value(s), self.table(s)
         fg, ds = f @ g.mT, (m @ u.mT) * w
         rows = columns = None
@@ -331,7 +330,7 @@ class _Gradients(_Spans):
             self.dA_key[:, :, s.lo : s.hi] += dA
 
     def rate_gradient(self) -> Tensor | None:
-        """From dA to the rates: A_i is the sum of the rates up to i, or the rate times the position."""
+        """The rates' gradient from dA: A_i is the sum of rates up to i, or the rate times the position."""
         if self.decay is None:
             return None
         if self.decay.ndim == 3:

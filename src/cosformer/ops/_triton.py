@@ -40,7 +40,7 @@ def problem() -> str | None:
 
 
 def info() -> dict[str, object]:
-    """Triton's version, and what a small case says of it on this device."""
+    """Triton's version, and the result of a small trial on this device."""
     from .triton import device
 
     found: dict[str, object] = {"triton": device.VERSION}

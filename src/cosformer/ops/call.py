@@ -25,7 +25,7 @@ class Inputs(NamedTuple):
     decay: Tensor | None = None  # rates (H,) or (B, H, S), in the dtype of sums
     key_mask: Tensor | None = None  # (B, S) bool, True = keep
     cu_seqlens: Tensor | None = None  # boundaries of packed sequences: int64, on the CPU
-    state: Tensor | None = None  # (B, H, F, E + 1), in the dtype of sums: the keys before the first
+    state: Tensor | None = None  # (B, H, F, E + 1), in the dtype of sums: the state before the first key
 
 
 class Call(NamedTuple):
@@ -34,7 +34,7 @@ class Call(NamedTuple):
     horizons: tuple[float, ...]  # one, or one per head; infinite: no cosine
     causal: bool = False
     q_offset: int = 0  # query i stands at q_offset + i, key j at j
-    position: int = 0  # of the first key on the axis of angles: how far a stream has come
+    position: int = 0  # of the first key, for the angles: how far a stream has come
     relu: bool = False
     signed: bool = False
     eps: float = 1e-6
@@ -46,15 +46,15 @@ class Call(NamedTuple):
         return min(self.horizons) < math.inf
 
     def two_sided(self, x: Inputs) -> bool:
-        """With decay and no order two sweeps meet, and no one state holds all keys."""
+        """Bidirectional with decay: it needs a sweep from each side, since no one state holds all keys."""
         return x.decay is not None and not self.causal
 
     def returns_state(self, x: Inputs) -> bool:
-        """Where it is wanted; and where one state serves all queries, since the backward reads it again."""
+        """If it is wanted, or if one state serves all queries: then the backward reads it again."""
         return self.keep_state or not (self.causal or x.decay is not None or x.cu_seqlens is not None)
 
     def clamp(self, z: Tensor) -> Tensor:
-        """A normaliser held away from zero; signed, on its own side of zero."""
+        """A normaliser held away from zero; if signed, it keeps its sign."""
         if not self.signed:
             return z.clamp_min(self.eps)
         return torch.where(z < 0, -1.0, 1.0).to(z) * z.abs().clamp_min(self.eps)
@@ -91,7 +91,7 @@ class Upstream(NamedTuple):
 
 
 class Grads(NamedTuple):
-    """The gradients of a call's inputs; None where the input is."""
+    """The gradients of a call's inputs; None where the input is None."""
 
     q: Tensor
     k: Tensor
@@ -107,17 +107,17 @@ class Grads(NamedTuple):
         return cls(q, k, v, decay, state)
 
 
-# Made ready for all tensors like those of a call. A forward: q, k, v, decay, key_mask, state, position ->
-# out, after if it is wanted, and with a graph one flat tensor of what else the backward reads: the
-# normaliser, then the state if it is not wanted. A backward: dout, dafter, the forward's tensors, out, the
-# addresses of normaliser and state, position -> Grads.
+# A forward or backward prepared for all calls with tensors like these (plan.py).
+# Run: q, k, v, decay, key_mask, state, position -> out; `after`, if wanted; and with a graph one flat tensor
+# for the backward: the normaliser, then the state if it is not wanted.
+# RunBackward: dout, dafter, Run's tensors, out, the addresses of normaliser and state, position -> Grads.
 Run = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
 RunBackward = Callable[..., Grads]
 
 
 @dataclass(frozen=True)
 class Backend:
-    """An implementation of the operator: two functions, and what they can run; None stands for anything.
+    """An implementation of the operator: two functions, and what they can run; None means anything.
 
     A module `ops/_name.py` declares one as BACKEND. Backends never import one another.
     """
@@ -127,11 +127,11 @@ class Backend:
     devices: tuple[str, ...] | None = None
     dtypes: tuple[torch.dtype, ...] = DTYPES
     sizes: range | None = None  # of keys and of values
-    plan: Callable[[Inputs, Call, bool], "Run | None"] = lambda x, call, graph: None  # a forward made ready
+    plan: Callable[[Inputs, Call, bool], "Run | None"] = lambda x, call, graph: None  # a prepared forward
     plan_backward: Callable[[Upstream, Inputs, Outputs, Call], "RunBackward | None"] = lambda *_: None
-    checks_rates: bool = False  # it refuses bad rates by itself, while it reads them
+    checks_rates: bool = False  # it refuses bad rates itself, as it reads them
     problem: Callable[[], str | None] = lambda: None  # why it cannot run on this machine, if so
-    info: Callable[[], dict[str, object]] = dict  # what it has to say of itself
+    info: Callable[[], dict[str, object]] = dict  # for `cosformer info`
 
     def refusal(self, q: Tensor, v: Tensor) -> str | None:
         """Why it cannot run a call on such tensors; None if it can."""
@@ -152,30 +152,30 @@ class Backend:
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Of sums, normalisers and states."""
+    """The dtype of sums, normalisers and states."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def exact_dtype(device: torch.device) -> torch.dtype:
-    """Of angles and of running sums of rates: float64 wherever the device has it."""
+    """The dtype of angles and of running sums of rates: float64 if the device has it."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def projected(like: Tensor, heads: int, length: int, size: int, dtype: torch.dtype | None = None) -> Tensor:
-    """An empty (B, heads, length, size) laid out as (B, length, heads, size), as projections are."""
+    """An empty (B, heads, length, size) in the memory layout of projections, (B, length, heads, size)."""
     shape = (like.shape[0], heads, length, size)
     strides = (length * heads * size, size, heads * size, 1)
     return like.new_empty_strided(shape, strides, dtype=dtype or like.dtype)
 
 
 def dense(t: Tensor) -> Tensor:
-    """The tensor with its values in memory: torch may keep a sign, or zeros, as a mark only."""
+    """The tensor with its values in memory: torch may keep a sign, or zeros, as a flag only."""
     return t.resolve_neg().clone() if t.is_neg() or t._is_zerotensor() else t
 
 
-@lru_cache  # kept from call to call: a decode step is short, and to another device this is a transfer
+@lru_cache  # a decode step is short, and on another device this is a transfer
 def theta(horizons: tuple[float, ...], device: torch.device) -> Tensor:
-    """Radians per position, one for each horizon. They have arrived: whatever stream asks next may read."""
+    """Radians per position, one for each horizon. The copy is synchronous, so any stream may read it."""
     angles = torch.tensor([math.pi / 2 / h for h in horizons], dtype=exact_dtype(device), device="cpu")
     return angles.to(device)
 
@@ -184,21 +184,21 @@ _graphs: set[Tensor] = set()
 
 
 def capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured there: nothing may wait for the device or come from the CPU."""
+    """Whether a CUDA graph is being captured: then nothing may wait for the device or come from the CPU."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def lasting(device: torch.device, *cached: Tensor | None) -> None:
-    """Keeps what a cache may let go of, if a CUDA graph will read it again at every replay."""
+    """Keep cached tensors forever if a CUDA graph is being captured, which reads them at every replay."""
     if capturing(device):
         _graphs.update(t for t in cached if t is not None)
 
 
 def running_sum(x: Tensor) -> Tensor:
-    """Along the last dimension, each with all before it."""
+    """The cumulative sum along the last dimension."""
     if not torch.are_deterministic_algorithms_enabled():
         return x.cumsum(-1)
-    step = 1  # torch has no such sum of its own on a GPU, and raises an error there
+    step = 1  # torch has no deterministic cumsum on a GPU, and raises an error there
     while step < x.shape[-1]:
         x = x + torch.nn.functional.pad(x[..., :-step], (step, 0))
         step *= 2

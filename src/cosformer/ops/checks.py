@@ -1,7 +1,7 @@
 """What the operators accept: each check names the argument, what was given and what is accepted.
 
-Checks of values (are rates finite, do boundaries rise) are made where the values can be read at once. On
-another device they would make the host wait for it, so there they are left out.
+Values (are rates finite, do boundaries rise) are checked only on the CPU: reading them from another device
+would make the host wait for it.
 """
 
 import math
@@ -124,10 +124,10 @@ def horizon_list(horizon: Horizon, heads: int) -> list[float]:
 
 
 def check_reach(horizons: Sequence[float], back: int, ahead: int = 0, *, remedy: str = "pass") -> None:
-    """Beyond the horizon the cosine is negative and the normaliser meaningless, so such a call has no answer.
+    """Refuse distances beyond the horizon, where the cosine is negative and the normaliser meaningless.
 
-    A key exactly at the horizon weighs nothing. Behind the query that is harmless; ahead of it, where
-    positions themselves can pass the horizon, float32 cannot tell that nothing from less than nothing.
+    A key exactly at the horizon has weight 0. Behind the query that is harmless; ahead of it, where
+    positions themselves can pass the horizon, float32 cannot tell 0 from a negative weight.
     """
     for value in horizons:
         if back > value or ahead >= value:
@@ -163,7 +163,7 @@ def rates_of(decay: Rates, q: Tensor, k: Tensor, *, self_attention: bool) -> Ten
     (B, H, _, _), S = q.shape, k.shape[2]
     if not isinstance(decay, Tensor):
         numbers, dtype = rate_list(decay, H), sum_dtype(q.dtype)
-        if len(set(numbers)) == 1:  # made there: a CUDA graph can capture it
+        if len(set(numbers)) == 1:  # made on the device: a CUDA graph can capture it
             decay = torch.full((H,), numbers[0], dtype=dtype, device=q.device)
         else:
             decay = torch.tensor(numbers, dtype=dtype, device="cpu").to(q.device, non_blocking=True)
@@ -185,10 +185,10 @@ def rates_of(decay: Rates, q: Tensor, k: Tensor, *, self_attention: bool) -> Ten
 
 
 def check_horizons(given: Sequence[float] | None, made: Sequence[float] | None) -> None:
-    """`made` is the horizon in a state's sums, which mean nothing under another; None if not known."""
+    """`made` is the horizon of a state, whose sums mean nothing under another; None if not known."""
     if made is None or given is None or made == given:
         return
-    heads = max(len(made), len(given))  # one for all is the same as one per head
+    heads = max(len(made), len(given))  # one for all heads equals one per head
     if list(made) * (heads // len(made)) != list(given) * (heads // len(given)):
         now, bound = _numbers(given), _numbers(made)
         raise ValueError(
@@ -216,17 +216,17 @@ def readable(x: Tensor) -> bool:
 
 
 def check_rates(decay: Tensor | None) -> None:
-    """The values of rates, where they can be read."""
+    """Check the values of rates, if they can be read."""
     if decay is not None and decay.numel() and readable(decay):
         least, most = (bound.item() for bound in decay.aminmax())
-        if not (0 <= least and most < math.inf):  # nor if one is NaN, which both then are
+        if not (0 <= least and most < math.inf):  # also if one is NaN: then both are
             raise ValueError(
                 f"decay rates must be finite and 0 or more; those given reach from {least:g} to {most:g}"
             )
 
 
 def check_boundaries(x: Inputs, call: Call) -> None:
-    """The values of the boundaries of packed sequences, which are always on the CPU."""
+    """Check the boundaries of packed sequences, which are always on the CPU."""
     if x.cu_seqlens is not None:
         cu, length = x.cu_seqlens.tolist(), x.q.shape[2]
         lengths = [b - a for a, b in zip(cu[:-1], cu[1:], strict=True)]

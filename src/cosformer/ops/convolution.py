@@ -3,7 +3,7 @@
     y_t = sum_s w_s x_(t + ahead - s)      s = 0 .. width - 1      ahead = 0 is causal
 
 Tokens outside the sequence are zero, and so are those of another sequence packed into the same row. The
-gradient of x is the same with the taps reversed: dx_t = sum_s w_s dy_(t - ahead + s).
+gradient of x is the same convolution with the taps reversed: dx_t = sum_s w_s dy_(t - ahead + s).
 """
 
 import torch
@@ -27,7 +27,7 @@ def short_convolution(
 
     before       (B, width - 1, C), the tokens before x in a causal stream
     cu_seqlens   boundaries of sequences packed into one row; none sees another
-    shard        x is a part of a longer sequence: its ends are taken from the neighbours
+    shard        x is a part of a longer sequence: the tokens beside it come from the neighbours
     """
     if shard is not None:
         return _sharded(x, weight, ahead, shard)
@@ -92,7 +92,7 @@ def _plain(x: Tensor, weight: Tensor, ahead: int, cu_seqlens: Tensor | None) -> 
 
 
 def _together(cu_seqlens: Tensor, length: int, back: int) -> Tensor:
-    """Which of the packed tokens (L,) have the token `back` places before them in their own sequence."""
+    """Which of the packed tokens (L,) share a sequence with the token `back` places before them."""
     at = torch.arange(length, device=cu_seqlens.device)
     ends = cu_seqlens[1:].contiguous()
     number = torch.bucketize(at, ends, right=True)

@@ -33,11 +33,11 @@ def cosformer_attention(
     causal      a query sees the keys at its own position and before.
     key_mask    (B, S) bool, True = keep.
     cu_seqlens  boundaries (0, n1, n1 + n2, ...) of sequences packed into one batch row; none sees another.
-    decay       rates >= 0: a number, one per head (H,), or in self-attention a tensor (B, H, S) of one per
-                head and position. Weights are multiplied by exp(-|A_i - A_j|), A the running sum of the
-                rates (rate * position for a constant).
+    decay       rates >= 0: a number, one per head (H,), or in self-attention a tensor (B, H, S), one per
+                head and position. Weights are multiplied by exp(-|A_i - A_j|), where A is the running
+                sum of the rates (rate * position if constant).
     eps         the smallest normaliser; a query with nothing to attend to gives zeros.
-    backend     None for the best that supports the call, or a name, which runs or raises with the reason.
+    backend     None for the best that supports the call, or a name: it runs, or raises with the reason.
 
     >>> q, k, v = (torch.randn(2, 8, 1000, 64) for _ in range(3))
     >>> cosformer_attention(q, k, v, causal=True, horizon=4096).shape
@@ -79,7 +79,7 @@ def cosformer_stream(
 ) -> tuple[Tensor, State]:
     """Causal cosFormer attention over the next tokens of a stream: their output, and the state after them.
 
-    Start with `state=None`, then pass the state returned last, one token or many at a time; however the
+    Start with `state=None`, then pass the last state returned, with one token or many at a time; however the
     stream is cut, the output is that of `cosformer_attention(..., causal=True)` over the whole. `horizon`
     must be given, since the length is not known, and bounds the stream unless it is `math.inf`.
     """
@@ -103,5 +103,5 @@ def cosformer_stream(
 
 def _longest(q: Tensor, k: Tensor) -> int:
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and q.ndim == k.ndim == 4):
-        return 1  # the checks to come say what is wrong
+        return 1  # the checks to come raise the error
     return max(q.shape[2], k.shape[2], 1)

@@ -2,11 +2,11 @@
 
     start_i = exp(-g_i)      end_i = exp(-(G - g_i))      whole = exp(-G)
 
-g is the running sum of the rates in the segment and G its last value. A state that comes from the left is
-read with queries times `start`, and one that leaves to the right is built of keys times `end`; from the right
-and to the left it is the other way round. Where sequences are packed, what lies beyond a boundary is 0.
+g is the running sum of the rates in the segment and G its last value. A state from the left is read by
+queries times `start`, and one that leaves to the right is built from keys times `end`; from the right and to
+the left they are swapped. With packed sequences, factors across a boundary are 0.
 
-The features are ReLU or the identity, so a factor of a query or a key is a factor of its features.
+Features are ReLU or the identity, so a factor >= 0 on a query or key is one on its features.
 """
 
 from typing import NamedTuple
@@ -18,23 +18,23 @@ from .call import exact_dtype, running_sum, sum_dtype
 
 
 class Fades(NamedTuple):
-    """Factors (B, H, L) of tokens, (B, H) of the whole, in the dtype of sums; None where all are 1."""
+    """Factors (B, H, L) per token, (B, H) for the whole, in the dtype of sums; None where all are 1."""
 
     start: Tensor | None
     end: Tensor | None
     whole: Tensor | None
 
     def starting(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """x (B, H or fewer, L, D) as it is seen from the segment's start."""
+        """x (B, H or fewer, L, D) as seen from the segment's start."""
         return _times(x, self.start, key_mask)
 
     def ending(self, x: Tensor, key_mask: Tensor | None = None) -> Tensor:
-        """x as it is seen from the segment's end."""
+        """x as seen from the segment's end."""
         return _times(x, self.end, key_mask)
 
 
 def fades(decay: Tensor | None, k: Tensor, first: Tensor | None = None) -> Fades:
-    """Of rates (H,) or (B, H, L) over keys (B, Hk, L, D); `first` (B, L) marks where a sequence begins."""
+    """The fades of rates (H,) or (B, H, L) over keys (B, Hk, L, D); `first` (B, L) marks sequence starts."""
     if decay is None and first is None:
         return Fades(None, None, None)
     B, _, L, _ = k.shape
@@ -57,12 +57,12 @@ def fades(decay: Tensor | None, k: Tensor, first: Tensor | None = None) -> Fades
 
 
 def grouped(x: Tensor, heads: int) -> Tensor:
-    """Keys or values (B, Hk, L, .) with one head for each of the queries'."""
+    """Keys or values (B, Hk, L, .) repeated to one head per query head."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def past(state: Tensor, fade: Tensor | None) -> Tensor:
-    """What a segment leaves of a state (B, H, F, E + 1) before it."""
+    """A state (B, H, F, E + 1), faded across the segment that follows it."""
     return state if fade is None else state * fade[..., None, None]
 
 
@@ -71,5 +71,5 @@ def _times(x: Tensor, factor: Tensor | None, key_mask: Tensor | None) -> Tensor:
         return x
     if key_mask is not None:  # a selection, not a product: NaN in a masked key must not survive
         x = x.masked_fill(~key_mask[:, None, :, None], 0)
-    x = x.to(sum_dtype(x.dtype))  # in half precision a factor would be lost before its product is
+    x = x.to(sum_dtype(x.dtype))  # half precision would lose small factors
     return (x if factor.shape[1] == 1 else grouped(x, factor.shape[1])) * factor[..., None]

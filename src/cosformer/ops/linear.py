@@ -50,9 +50,9 @@ def linear_attention(
 ) -> Tensor:
     """Normalised linear attention over features q, k and values v, shaped as in `cosformer_attention`.
 
-    The arguments are those of `cosformer_attention`, and two of the mechanism's: `relu` applies ReLU to q and
-    k first; `signed` is for features that can be negative, where the normaliser keeps its sign and only its
-    size is held above eps.
+    The arguments are those of `cosformer_attention` and two more: `relu` applies ReLU to q and k first;
+    `signed` is for features that can be negative: the normaliser keeps its sign, and only its magnitude is
+    held above eps.
     """
     key = None
     if cu_seqlens is None:
@@ -105,7 +105,7 @@ def linear_stream(
         (0, None, None) if state is None else (state.position, state.tensor, state.horizons)
     )
     key, plan = None, None
-    if state is None or (state.origin is None and not state.start):  # else more than the sums is taken along
+    if state is None or (state.origin is None and not state.start):  # else it carries more than its sums
         options = (horizon, type(horizon), relu, signed, "stream", made, eps, backend)
         key, plan = find((q, k, v, decay, key_mask, tensor), options)
     if plan is not None and position <= plan.last:
@@ -152,10 +152,10 @@ def linear_state(
     position: int = 0,
     backend: str | None = None,
 ) -> State:
-    """The state of all keys: for `linear_read`, cross attention's memory, read at constant cost; or of a
-    segment of a stream that begins at `position`, for `State.then`, each key faded up to the segment's end.
+    """The state of all keys: cross attention's memory for `linear_read`, read at constant cost; or a segment
+    of a stream that begins at `position`, for `State.then`, with each key faded up to the segment's end.
     """
-    nobody = k[:, :1, :0].expand(-1, heads, -1, -1)  # no query asks yet
+    nobody = k[:, :1, :0].expand(-1, heads, -1, -1)  # no queries
     q, k, v = _checked(nobody, k, v, key_mask)
     horizons = tuple(horizon_list(horizon, heads))
     call = Call(horizons, position=position, relu=relu, keep_state=True, backend=backend)

@@ -52,8 +52,8 @@ def choose(name: str | None, q: Tensor, v: Tensor) -> Backend:
     raise ValueError(f"backend {name or BACKENDS[-1]!r} cannot run this call: {reason}")
 
 
-# Autocast: q, k and v enter in its dtype, as in scaled_dot_product_attention; the backends choose their own
-# dtypes, and sum in float32 whatever it says.
+# Autocast: q, k and v are cast to its dtype, as in scaled_dot_product_attention. Inside it is off: the
+# backends choose their own dtypes, and sum in float32.
 
 
 def autocasting(x: object) -> bool:
@@ -74,10 +74,10 @@ def _full_precision(q: Tensor) -> AbstractContextManager:
     return torch.autocast(q.device.type, enabled=False) if autocasting(q) else nullcontext()
 
 
-# One forward and one backward, reached three ways: called plainly where nothing watches (a decode step is
-# shorter than the dispatcher), as an autograd.Function in eager mode, and as opaque operators where torch
-# traces (compile, export, meta, fake). The last two know only plain arguments and tensors, so for them a call
-# is flattened and an absent result is an empty tensor; on the other side both are put together again.
+# One forward and one backward, reached in three ways: as a plain call if torch neither records nor traces (a
+# decode step takes less time than the dispatcher), as an autograd.Function in eager mode, and as opaque
+# operators where torch traces (compile, export, meta, fake). The last two accept only flat arguments and
+# tensors, so a call is flattened and an absent result is an empty tensor; `_gathered` undoes both.
 
 
 def _forward(x: Inputs, call: Call) -> Outputs:
@@ -123,7 +123,7 @@ def _gathered(args, *kinds) -> list:
     for kind in kinds:
         it = kind._make(islice(rest, len(kind._fields)))
         if kind is Call:
-            it = it._replace(horizons=tuple(it.horizons))  # torch made a list of them
+            it = it._replace(horizons=tuple(it.horizons))  # torch makes a list of them
         elif kind is Outputs and it.after is not None and it.after.ndim < 4:
             it = it._replace(after=None)
         tuples.append(it)
@@ -175,10 +175,10 @@ def _differentiate(ctx, dout, dnorm, dafter):
 
 
 def gradients(dout: Tensor | None, dafter: Tensor | None, x: Inputs, y: Outputs, call: Call) -> Grads:
-    """Of a call's inputs, None where the input is, from those of its results, None where one was not used."""
-    if dout is None:  # only the state was used further on
+    """The gradients of a call's inputs (None if absent), from those of its results (None if unused)."""
+    if dout is None:  # only the state was used
         dout = torch.zeros_like(y.out)
-    # a state that was not wanted is the backward's own, or empty
+    # a state that was not wanted is only for the backward, or empty
     upstream = Upstream(dout, dafter if call.keep_state else None)
     grads = attend_backward(upstream, x, y, call)
     decay, state = None if x.decay is None else grads.decay, None if x.state is None else grads.state
@@ -259,7 +259,7 @@ backward_op.register_autograd(_no_second_derivative)
 backward_op.register_vmap(_vmap_backward)
 
 
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))  # a subclass, a fake tensor, holds its data elsewhere
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))  # a subclass, such as a fake tensor, has its data elsewhere
 
 
 def attend(x: Inputs, call: Call) -> Outputs:
@@ -275,7 +275,7 @@ def attend_backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> Gr
 
 
 def _watched(tensors, traced: Callable, differentiated: Callable) -> Callable | None:
-    """The form of the operator that whoever watches these tensors needs; None where nobody does."""
+    """The form of the operator that tracing or autograd needs for these tensors; None for a plain call."""
     given = [x for x in tensors if x is not None]
     tracing = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode()
     if tracing or given[0].is_meta or not _PLAIN.issuperset(map(type, given)):

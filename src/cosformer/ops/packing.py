@@ -1,8 +1,8 @@
 """Packed sequences for a backend without a kernel for them: those of like length run as one padded batch.
 
-Like is within a factor of two, so that work and memory are at most twice the tokens', and a thousand short
-sequences are a few calls, not a thousand. The boundaries are on the CPU; what is made of them moves to the
-device without waiting for it.
+"Like" means within a factor of two, so that padding at most doubles work and memory, and a thousand short
+sequences are a few calls, not a thousand. The boundaries are on the CPU; the indices made from them move to
+the device without waiting for it.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,10 +17,10 @@ from .call import Call, Grads, Inputs, Outputs, Upstream
 class _Bucket(NamedTuple):
     """n sequences of like length as the rows of a padded batch."""
 
-    named: Tensor  # (n, longest): each row names one sequence's tokens, padded with its first
+    named: Tensor  # (n, longest): indices of one sequence's tokens per row, padded with its first
     valid: Tensor  # (n, longest) bool: not padding
-    tokens: Tensor  # (m,): those named where it is valid ...
-    places: Tensor  # (m,): ... and where that is in the flattened batch
+    tokens: Tensor  # (m,): the indices that are not padding ...
+    places: Tensor  # (m,): ... and their places in the flattened batch
 
     def gather(self, x: Tensor) -> Tensor:
         """(1, H, total, ...) -> (n, H, longest, ...)."""
@@ -75,7 +75,7 @@ def backward(
     assert x.cu_seqlens is not None
     for bucket in _buckets(x.cu_seqlens, x.q.device):
         dout = bucket.gather(upstream.dout)
-        dout = dout.masked_fill(~bucket.valid[:, None, :, None], 0)  # a padded query has no say
+        dout = dout.masked_fill(~bucket.valid[:, None, :, None], 0)  # padding has no gradient
         part_y = Outputs(bucket.gather(y.out), bucket.gather(y.norm), y.after)
         part = run(Upstream(dout, None), bucket.inputs(x), part_y, call)
         for whole, piece in zip(grads, part, strict=True):

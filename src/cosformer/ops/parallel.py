@@ -1,22 +1,22 @@
 """Linear attention over a sequence that several processes hold together: they exchange states, not tokens.
 
-With T_r the state of the keys of rank r and f_r its fade (fades.py), a rank's queries read what comes from
-its left, P_r, its own keys, and in bidirectional attention what comes from its right, R_r:
+T_r is the state of rank r's keys and f_r its fade (fades.py). A rank's queries read the state from its left,
+P_r, its own keys and, in bidirectional attention, the state from its right, R_r:
 
     P_r = f_(r-1) P_(r-1) + T_(r-1)      R_r = f_(r+1) R_(r+1) + U_(r+1)
 
-U_r is T_r with its keys faded toward the rank's start. Without decay and order they read the sum of all T.
-Each rank sends its T (and U) and f once; a state has F (E + 1) numbers a head, whatever the length:
+U_r is T_r with its keys faded toward the rank's start. Without decay and causality they read the
+sum of all T. Each rank sends its T (and U) and f once; a state has F (E + 1) numbers per head at any length:
 
-    forward    B H (F (E + 1) + 1) numbers, 2 F (E + 1) + 1 a head if bidirectional with decay
+    forward    B H (F (E + 1) + 1) numbers, 2 F (E + 1) + 1 per head if bidirectional with decay
     backward   B H F (E + 1), or twice that
 
-Backward. [n_i, z_i] is the sum of what a query reads, so with the output and the normaliser of all of it
-every part has its gradients as if it stood alone. dP_r is sent, and the gradient of T is the mirrored sum:
+Backward. [n_i, z_i] is the sum of all that a query reads, so given the total output and normaliser, each part
+has gradients as if it stood alone. dP_r is sent, and the gradient of T is the mirrored sum:
 
     dT_r = f_(r+1) dT_(r+1) + dP_(r+1)      df_r = <P_r, dT_r>
 
-While a message is under way a rank computes what its own queries and keys owe to each other.
+While a message is under way, a rank works on pairs of its own queries and keys.
 """
 
 import functools
@@ -58,11 +58,11 @@ def linear_sharded(
     eps: float = 1e-6,
     backend: str | None = None,
 ) -> tuple[Tensor, State | None]:
-    """`linear_attention` over one sequence, of which each process holds a part: the output of this part and,
-    if causal, the state after the whole, the same in every process and not differentiable.
+    """`linear_attention` over a sequence of which each process holds a part: this part's output and, if
+    causal, the state after the whole sequence, the same in every process and not differentiable.
 
     All processes of `shard.group` must call it. Rates are this part's, (H,) or (B, H, L); the gradient of
-    rates (H,) is this part's share of it, as of any other parameter.
+    rates (H,) is this part's share, as for any other parameter.
     """
     q, k, v = autocast(q, k, v)
     check_tensors(q, k, v, key_mask)
@@ -82,18 +82,18 @@ def linear_sharded(
     check_backend(backend)
     check_eps(eps)
     farthest = shard.total - 1
-    if shard.places is not None:  # no sequence is longer than its last place says
+    if shard.places is not None:  # the largest place is the longest distance
         farthest = int(shard.places.max()) if L and readable(shard.places) else 0
     check_reach(horizons, farthest, 0 if causal else farthest)
     rates = None if decay is None else rates_of(decay, q, k, self_attention=True)
-    if signed:  # sums of both signs may cancel, and a part of them must not be rounded first
+    if signed:  # sums of both signs may cancel, so parts must not be rounded before they are added
         q, k, v = (t.to(sum_dtype(t.dtype)) for t in (q, k, v))
     out, after = _Sharded.apply(q, k, v, rates, key_mask, shard, call)
     return out, State(after, shard.total, horizons) if causal else None
 
 
 class _Way(NamedTuple):
-    """A direction in which states travel: which end of a rank its keys fade to, and its queries from."""
+    """A direction in which states travel: toward which end keys fade, and from which end queries read."""
 
     name: str
 
@@ -104,13 +104,13 @@ class _Way(NamedTuple):
         return left.ending(q) if self is LEFTWARD else left.starting(q)
 
     def before(self, shard: Shard) -> list[int]:
-        """The ranks that a state passes on its way to this one."""
+        """The ranks whose states reach this one, in their order of travel."""
         if self is EVERYWHERE:
             return list(range(shard.size))
         return [*range(shard.rank)] if self is RIGHTWARD else [*range(shard.size - 1, shard.rank, -1)]
 
     def after(self, shard: Shard) -> list[int]:
-        """The ranks that a gradient passes on its way back to this one."""
+        """The ranks whose gradients come back to this one, in their order of travel."""
         back = {RIGHTWARD: LEFTWARD, LEFTWARD: RIGHTWARD, EVERYWHERE: EVERYWHERE}
         return back[self].before(shard)
 
@@ -142,7 +142,7 @@ class _Sharded(torch.autograd.Function):
         if left.whole is not None:
             sent.append(left.whole.to(sent[0].dtype))
         arrive = shard.gather(*sent)
-        parts = []  # what queries read: sums, and their normaliser
+        parts = []  # what queries read: sums and normalisers
         if EVERYWHERE not in ways:
             parts.append(_sums(_local(q, k, v, decay, key_mask, shard, call), call))
         states = arrive()
@@ -188,7 +188,7 @@ class _Sharded(torch.autograd.Function):
 
 
 class _Totals:
-    """The gradients as they come together, in the dtype of sums; those of the fades go on to the rates."""
+    """Accumulates gradients in the dtype of sums; those of the fades become those of the rates."""
 
     def __init__(self, q: Tensor, k: Tensor, v: Tensor, left: Fades, *, rated: bool):
         self.left, self.rated, sums = left, rated, sum_dtype(q.dtype)
@@ -220,7 +220,7 @@ class _Totals:
             total += (seen * dseen).sum(-1)
 
     def rates(self, decay: Tensor) -> Tensor:
-        """The running sum g is in start as -g, in end as g - G, in whole as -G."""
+        """From fades to rates: the running sum g enters start as -g, end as g - G and whole as -G."""
         dg = self.end - self.start
         if not dg.shape[2]:
             return torch.zeros_like(decay)
@@ -307,12 +307,12 @@ def _rows(x: Tensor, like: Tensor) -> Tensor:
 
 
 def _sums(y: Outputs, call: Call) -> tuple[Tensor, Tensor]:
-    """A part's sums before they were divided by their normaliser, and that."""
+    """A part's sums before the division by their normaliser, and the normaliser."""
     return y.out.to(y.norm.dtype) * call.clamp(y.norm)[..., None], y.norm
 
 
 def _scan(states: Tensor, fade: Tensor | None, ranks) -> Tensor:
-    """What is left of the states of these ranks after the last of them."""
+    """The sum of these ranks' states, each faded across the ranks after its own."""
     total = torch.zeros_like(states[0])
     for rank in ranks:
         total = past(total, None if fade is None else fade[rank]) + states[rank]

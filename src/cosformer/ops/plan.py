@@ -1,12 +1,12 @@
 """Plans: a call that was checked and packed once runs again by the addresses of its tensors.
 
-A short call is mostly Python: what is checked, and what the kernel is told. Both depend on the options and on
-the tensors' shapes, strides and dtypes alone, so a call that was checked makes a plan under these, by which
-it and all like it run; its backward is packed once, too. Where torch traces, maps or casts there are no
-plans, and all is done anew; so it is with a backend that makes none.
+A short call spends most of its time in Python, on checks and on packing the kernel's arguments. Both depend
+only on the options and on the tensors' shapes, strides and dtypes, so the first such call, once checked,
+makes a plan that it and all calls like it run by; their backward is packed once, too. There are no plans
+while torch traces, maps or casts, nor for a backend that makes none.
 
-The key of a plan takes longer to put together than a small call to run. Most calls are like the last with
-their options, and that torch's own guards see ten times as fast.
+Building a plan's key takes longer than running a small call. Most calls are like the last one with the same
+options, and torch's own guards detect that ten times as fast.
 """
 
 from collections.abc import Sequence
@@ -28,28 +28,28 @@ from .call import Backend, Call, Grads, Inputs, Outputs, Run, RunBackward, Upstr
 from .checks import Rates
 from .operator import choose, gradients
 
-MOST = 512  # plans: where every call has its own shape they are of no use, and must not pile up
-_LASTING = frozenset((bool, int, float, str, type, NoneType))  # options that cannot change behind a key
+MOST = 512  # plans kept: if every call has its own shape they are useless, and must not pile up
+_LASTING = frozenset((bool, int, float, str, type, NoneType))  # types of options that are immutable
 
 _plans: dict[tuple, "Plan"] = {}
-_latest: dict[tuple, "Plan"] = {}  # under what of a key is known without a look into the tensors
+_latest: dict[tuple, "Plan"] = {}  # by the part of a key that needs no look at the tensors
 
 
 class _Like:
-    """Tells tensors that are like those it was made of, where they are given and missing alike.
+    """Tells whether tensors are like those it was made from; the same ones must be missing.
 
-    It may say no to those that `_alike` takes for like, as it does to one tensor given twice, but never yes
-    to others, nor where a mode or a transform is at work that was not there before.
+    It may say no where `_alike` finds them alike, as for one tensor given twice, but never yes where `_alike`
+    does not, nor under a mode or transform that was not active before.
     """
 
     __slots__ = ("_check", "_given")
 
     def __init__(self, tensors: Sequence[Tensor | None]):
         given = [i for i, x in enumerate(tensors) if x is not None]
-        self._given = itemgetter(*given)  # three at least: q, k and v
+        self._given = itemgetter(*given)  # at least q, k and v, so a tuple
         there = self._given(tensors)
         sizes, strides = [list(x.shape) for x in there], [list(x.stride()) for x in there]
-        make = getattr(guards, "TensorGuards", None)  # without it every call is found by its key
+        make = getattr(guards, "TensorGuards", None)  # without it calls are found by key
         self._check = (
             make(*there, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
             if make is not None
@@ -61,7 +61,7 @@ class _Like:
 
 
 class Plan:
-    """What is left to do of a call."""
+    """What remains of a call once it is checked and packed."""
 
     __slots__ = ("backend", "backwards", "call", "graph", "last", "latest", "like", "run")
 
@@ -69,12 +69,12 @@ class Plan:
         self.run, self.call, self.graph = run, call, graph
         self.like = _Like((x.q, x.k, x.v, x.decay, x.key_mask, x.state))
         self.backend, self.backwards = backend, dict[tuple | None, tuple[_Like, RunBackward]]()
-        self.latest: dict[bool, tuple[_Like, RunBackward]] = {}  # of the backwards, with and without dafter
-        # the position up to which a stream's start is in reach
+        self.latest: dict[bool, tuple[_Like, RunBackward]] = {}  # latest backward, by dafter is None
+        # the last position from which a stream's start is within the horizon
         self.last = min(call.horizons) - x.q.shape[2] + 1
 
     def __call__(self, q, k, v, decay, key_mask, state=None, position=0) -> tuple[Tensor, Any]:
-        """The output and, if it is wanted, the state after it."""
+        """The output and, if wanted, the state after it."""
         if not self.graph:
             out, after, _ = self.run(q, k, v, decay, key_mask, state, position)
             return out, after
@@ -82,7 +82,7 @@ class Plan:
         return found if self.call.keep_state else (found, None)
 
     def gradients(self, dout, dafter, tensors, out, after, rest, position) -> Grads:
-        """Of the tensors of a call that this plan ran; what was saved of it may have been elsewhere since."""
+        """The gradients of a call that this plan ran; its saved tensors may have moved since."""
         given = (dout, dafter, *tensors, out, after, rest)
         planned = dout is not None and not is_grad_enabled() and not _is_watched()
         found = self.latest.get(dafter is None) if planned else None
@@ -115,7 +115,7 @@ class Plan:
 
 
 def find(tensors: tuple, options: tuple) -> tuple[tuple | None, Plan | None]:
-    """The key under which calls like this one are kept, None if none are or it was not needed, and the plan.
+    """The key and the plan of calls like this one; the key is None if not needed or if there are no plans.
 
     The tensors are q, k, v, decay, key_mask, state. Options that are equal must mean the same: True == 1.
     """
@@ -126,7 +126,7 @@ def find(tensors: tuple, options: tuple) -> tuple[tuple | None, Plan | None]:
     kind = (is_grad_enabled(), is_inference_mode_enabled(), missing, options)
     try:
         plan = _latest.get(kind)
-    except TypeError:  # an option that has no hash
+    except TypeError:  # an unhashable option
         return None, None
     if plan is not None and plan.like(tensors):
         return None, plan
@@ -149,12 +149,12 @@ def clear() -> None:
 
 
 def _is_watched() -> bool:
-    """Whether there are no plans now, for a reason that the tensors do not show."""
+    """Whether plans are off now, for a reason that the tensors do not show."""
     return is_compiling() or forward_ad._current_level >= 0
 
 
 def _alike(*tensors) -> tuple | None:
-    """What tensors must share to be taken by one plan; None where there are no plans."""
+    """What tensors must have in common to share a plan; None if there are no plans."""
     if _is_tracing() or is_in_torch_dispatch_mode() or _is_any_autocast_enabled():
         return None
     if _are_functorch_transforms_active():
@@ -163,15 +163,15 @@ def _alike(*tensors) -> tuple | None:
     for x in tensors:
         if x is None:
             like.append(None)
-        elif type(x) is Tensor:  # its keys tell the device, a transform, and values that are not in memory
+        elif type(x) is Tensor:  # its keys show the device, a transform, and values not in memory
             like += (x.shape, x.stride(), x.dtype, x.requires_grad, _dispatch_keys(x).raw_repr())
-        else:  # a subclass, or what the checks must look at
+        else:  # a subclass, or an argument for the checks to refuse or convert
             return None
     return tuple(like)
 
 
 def make(key: tuple | None, x: Inputs, call: Call, given: Rates | None) -> Plan | None:
-    """A plan for calls like this one, which was checked; `given` are its rates before any cast."""
+    """A plan for calls like this one, which was checked; `given` is its decay before any cast."""
     if key is None or x.decay is not given or any(is_functorch_wrapped_tensor(t) for t in x if t is not None):
         return None
     recording, _, _, options = key[0]
@@ -207,5 +207,5 @@ class _Planned(torch.autograd.Function):
         return None, None, grads.q, grads.k, grads.v, grads.decay, None, grads.state
 
 
-# Function.apply looks for transforms first, which were excluded when the plan was found.
+# Skip Function.apply's search for transforms, which `find` has excluded.
 _apply = super(torch.autograd.Function, _Planned).apply

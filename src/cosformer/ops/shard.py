@@ -1,7 +1,7 @@
 """A shard: the part of one sequence that a process holds, and what the processes tell one another of theirs.
 
-Processes hold consecutive parts in the order of their ranks, of any length, also none. Whatever is exchanged
-has a size that does not depend on the length, but for `whole`, which is for softmax.
+Processes hold consecutive parts in the order of their ranks, of any length, even 0. The size of messages does
+not depend on the length, except for `whole`, which is for softmax.
 """
 
 from collections.abc import Callable
@@ -19,9 +19,9 @@ LIMIT = 4 * 2**30  # bytes
 class Shard:
     """This process's part of a sequence, or of packed ones: tokens offset ... offset + length of each row.
 
-    lengths      the tokens of every process of the group
-    places       (B, L), where sequences are packed: how many tokens of its own are before each token
-    boundaries   of these, with this process's rows laid end to end; on the CPU
+    lengths      the number of tokens in each process of the group
+    places       (B, L), if sequences are packed: each token's place in its sequence, from 0
+    boundaries   of the packed sequences, with this process's rows laid end to end; on the CPU
     limit        the most bytes of keys and values that `whole` may gather
     """
 
@@ -35,7 +35,7 @@ class Shard:
     def of(
         cls, group: dist.ProcessGroup, x: Tensor, *, places: Tensor | None = None, limit: int = LIMIT
     ) -> "Shard":
-        """For x (B, L, ...): the processes tell one another their lengths."""
+        """For x (B, L, ...); the processes exchange their lengths."""
         lengths = _gather(group, torch.tensor([x.shape[1]], device=x.device))().flatten().tolist()
         if places is None:
             return cls(group, tuple(lengths), limit=limit)
@@ -60,12 +60,12 @@ class Shard:
 
     @property
     def first(self) -> Tensor | None:
-        """(B, L), where sequences are packed: which tokens begin one."""
+        """(B, L), if sequences are packed: which tokens begin one."""
         return None if self.places is None else self.places == 0
 
     def gather(self, *tensors: Tensor) -> Callable[[], list[Tensor]]:
-        """Begin to exchange tensors of one dtype, in one message; what is returned waits and gives each with
-        a new first dimension, the ranks."""
+        """Start to exchange tensors of one dtype, in one message. The function returned waits, and gives
+        each tensor with a new first dimension, the ranks."""
         wait = _gather(self.group, torch.cat([t.flatten() for t in tensors]))
         sizes = [t.numel() for t in tensors]
 
@@ -106,19 +106,19 @@ class Shard:
         return _last(torch.cat(ends, 1), count)
 
     def whole(self, x: Tensor, dim: int) -> Tensor:
-        """x along the whole sequence, which is the dimension `dim`; differentiable."""
+        """x of the whole sequence, gathered along its dimension `dim`; differentiable."""
         longest = max(self.lengths)
         missing = [0, 0] * (x.ndim - dim - 1) + [0, longest - x.shape[dim]]
         parts = self.gathered(F.pad(x, missing))
         return torch.cat([t.narrow(dim, 0, n) for t, n in zip(parts, self.lengths, strict=True)], dim)
 
     def with_halo(self, x: Tensor, before: int, after: int) -> tuple[Tensor, Tensor | None]:
-        """x with the tokens beside it; where sequences are packed as one row, with their boundaries."""
+        """x with the tokens beside it; packed sequences come as one row, with their boundaries."""
         left, right = self.halo(x, before, after)
         seen = torch.cat([left, x, right], 1)
         if self.places is None:
             return seen, None
-        begins = F.pad(self.places[:, 1:] == 0, (before + 1, after))  # a neighbour's tokens are of x's own
+        begins = F.pad(self.places[:, 1:] == 0, (before + 1, after))  # tokens beside x are of its sequences
         return seen.flatten(0, 1)[None], _boundaries(begins[:, : seen.shape[1]])
 
     def check_whole(self, *tensors: Tensor) -> None:
@@ -138,15 +138,15 @@ def gathered(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def _boundaries(begins: Tensor) -> Tensor:
-    """Of the sequences that begin there (B, L), with the rows laid end to end; each row begins one."""
+    """Boundaries of sequences that begin at `begins` (B, L), rows laid end to end; each row begins one."""
     begins = begins.clone()
-    begins[:, :1] = True  # it may go on from the process before
+    begins[:, :1] = True  # even if it continues one from the process before
     at = begins.flatten().nonzero().flatten().cpu()
     return torch.cat([at if len(at) else torch.zeros(1, dtype=at.dtype), torch.tensor([begins.numel()])])
 
 
 def _gather(group: dist.ProcessGroup, x: Tensor) -> Callable[[], Tensor]:
-    """Begin an all-gather of x (n,); what is returned waits and gives (ranks, n)."""
+    """Start an all-gather of x (n,); the function returned waits and gives (ranks, n)."""
     size = dist.get_world_size(group)
     out = x.new_empty(size * x.numel())
     work = dist.all_gather_single(out, x.contiguous(), group=group, async_op=True)
@@ -168,7 +168,7 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, dout: Tensor):
-        """Each rank read all parts; the gradient of one is the sum over its readers."""
+        """Every rank read all parts, so the gradient of one is the sum over ranks."""
         sums = dout.to(torch.promote_types(dout.dtype, torch.float32))
         dx = sums.new_empty(dout[0].numel())
         if dx.numel():
@@ -177,7 +177,7 @@ class _Gathered(torch.autograd.Function):
 
 
 def _last(x: Tensor, count: int) -> Tensor:
-    """The last `count` tokens of x (B, L, C), with 0 before them where there are fewer."""
+    """The last `count` tokens of x (B, L, C), with 0 in front if there are fewer."""
     x = x[:, max(0, x.shape[1] - count) :]
     return F.pad(x, (0, 0, count - x.shape[1], 0))
 

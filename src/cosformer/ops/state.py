@@ -1,11 +1,11 @@
 """State: what a stream remembers, how it takes in the next tokens, and how it takes the last of them back.
 
-Tokens in a row are a segment, and its state knows by how much the segment fades what came before it:
+A segment is a run of tokens; its state knows how much the segment fades what came before it:
 
     (a, state_a) then (b, state_b) = (a b, b state_a + state_b)      a = exp(-the sum of a segment's rates)
 
-This is associative, so a sequence may be cut anywhere and its parts be joined in any grouping: by threads, or
-by processes that hold a part each (parallel.py).
+This is associative, so a sequence may be cut anywhere and its parts joined in any grouping: by threads, or by
+processes that each hold a part (parallel.py).
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from .operator import attend
 
 
 class Tokens(NamedTuple):
-    """Keys that a state has taken in since its snapshot, kept so that the last of them can be taken back."""
+    """Keys that a state has taken in since its snapshot, kept so that the last ones can be undone."""
 
     k: Tensor
     v: Tensor
@@ -37,7 +37,7 @@ class Tokens(NamedTuple):
         return self._replace(k=self.k[:, :, :n], v=self.v[:, :, :n], key_mask=mask, decay=rates)
 
     def map(self, change: Callable[[Tensor], Tensor], *, rows: bool) -> "Tokens":
-        """Change every tensor; a change of batch rows leaves rates per head alone, since they have none."""
+        """Change every tensor; `rows`: the change is of batch rows, which rates per head do not have."""
         keep = rows and self.decay is not None and self.decay.ndim == 1
         rates = self.decay if self.decay is None or keep else change(self.decay)
         mask = None if self.key_mask is None else change(self.key_mask)
@@ -48,25 +48,24 @@ class Tokens(NamedTuple):
 class State:
     """What a stream remembers: a tensor (B, H, F, E + 1), its last column the normaliser, and a position.
 
-    F is 2D, or D with an infinite horizon. A State is never changed in place, so keeping one is a valid way
-    back to it; `snapshot` and `rollback` do the same for the last tokens only. It is differentiable, a pytree
+    F is 2D, or D with an infinite horizon. A State is never changed in place, so an old one stays
+    valid; `snapshot` and `rollback` return to any token in between. It is differentiable, a pytree
     to torch, and `torch.load` reads a saved one as safely as a tensor.
 
-    The horizon is part of the sums in the tensor, so a State knows its own and is refused where another is
-    given. Rates are not: each token brings its own, and none is a rate of 0, so they may change, begin or end
-    anywhere.
+    The sums in the tensor depend on the horizon, so a State knows its own, and another is refused. Rates may
+    change, begin or end anywhere: each token brings its own, and no decay is a rate of 0.
     """
 
     tensor: Tensor
     position: int = 0
-    horizons: tuple[float, ...] | None = None  # one, or one per head; None, made by hand: the next call's
+    horizons: tuple[float, ...] | None = None  # one, or one per head; None if made by hand: the next call's
     origin: "State | None" = None  # set by snapshot(): where rollback() starts from ...
-    trail: tuple[Tokens, ...] = ()  # ... and what was taken in since
-    start: int = 0  # the position of its first token: a state of a later segment begins there
-    fade: Tensor | None = None  # (B, H), what a segment leaves of the state before it; None: all, or none is
+    trail: tuple[Tokens, ...] = ()  # ... and the tokens taken in since
+    start: int = 0  # the position of its first token; not 0 for a later segment
+    fade: Tensor | None = None  # (B, H), fade of the state before a segment; None: no fade, or no such state
 
     def then(self, other: "State") -> "State":
-        """The state of both, where `other` begins at the position at which this one ends."""
+        """The state of this segment followed by `other`, which must begin where this one ends."""
         if other.start != self.position:
             raise ValueError(
                 f"then: this state ends at position {self.position}, and the other begins at {other.start}; "
@@ -79,7 +78,7 @@ class State:
         return State(tensor, other.position, horizons, start=self.start, fade=fade)
 
     def index_select(self, index: Tensor) -> "State":
-        """The state with batch rows chosen by `index`: the reordering that beam search asks for."""
+        """The state with the batch rows in `index`, as beam search needs."""
         return self._map(lambda t: t.index_select(0, index), rows=True)
 
     def to(self, device: torch.device | str) -> "State":
@@ -89,16 +88,16 @@ class State:
         return self._map(lambda t: t.to(torch.device(device)))
 
     def detach(self) -> "State":
-        """The state cut from the graph, as truncated back-propagation through time needs it."""
+        """The state detached from the graph, for truncated backpropagation through time."""
         return self._map(lambda t: t.detach())
 
     def snapshot(self) -> "State":
-        """The same state, remembering from here on the tokens it takes in, for `rollback`."""
+        """The same state, which records the tokens it takes in from here on, for `rollback`."""
         here = replace(self, origin=None, trail=())
         return replace(here, origin=here)
 
     def rollback(self, tokens: int) -> "State":
-        """The state as it was `tokens` tokens ago, exactly; it can go back as far as the last snapshot."""
+        """The exact state `tokens` tokens ago, as far back as the last snapshot."""
         start = self.origin
         if start is None:
             raise ValueError(
@@ -120,7 +119,7 @@ class State:
         return state
 
     def state_dict(self) -> dict[str, Tensor]:
-        """What safetensors keeps; `State.from_state_dict` is the way back. A snapshot is not kept."""
+        """Tensors for safetensors, without the snapshot; `State.from_state_dict` reads them back."""
         saved = {"tensor": self.tensor, "position": torch.tensor(self.position)}
         if self.horizons is not None:
             saved["horizons"] = torch.tensor(self.horizons, dtype=torch.float64)
@@ -152,13 +151,13 @@ torch.serialization.add_safe_globals([State, Tokens, Call])
 
 
 def advance(state: State | None, x: Inputs, call: Call) -> tuple[Tensor, State]:
-    """The output of the next tokens of a stream, and the state after them; x and call hold this one."""
+    """The output of a stream's next tokens, and the state after them; x and call contain `state`."""
     out, _, after = attend(x, call)
     assert after is not None, "a stream keeps its state"
     following = State(after, call.position + x.k.shape[2], call.horizons)
     if state is None:
         return out, following
-    if state.start:  # else nothing was before it that could fade
+    if state.start:  # else nothing is before it to fade
         fade = fades(x.decay, x.k).whole
         fade = fade if state.fade is None or fade is None else fade * state.fade
         following = replace(following, start=state.start, fade=state.fade if fade is None else fade)

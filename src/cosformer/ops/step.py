@@ -1,11 +1,11 @@
 """One token a row through whole blocks of a decoder at once, in place, by the native kernel.
 
-    x = embeddings[ids]                where the tokens are given by their numbers
+    x = embeddings[ids]                if token ids are given
     x += o(mixed)                      q, k, v = projections of norm(x), convolved; q and k normed
     x += down(silu(gate n) * up n)     n = norm(x) again
-    logits = head(norm(x))             where they are asked for
+    logits = head(norm(x))             if asked for
 
-A block written in torch is thirty short calls for one token, and their overhead is longer than their work.
+In torch one token through a block is thirty short calls, whose overhead exceeds their work.
 """
 
 import math
@@ -18,7 +18,7 @@ from torch import Tensor
 from . import _native, _rows
 from .call import theta
 
-MOST_ROWS = 16  # of a batch: for more of them torch's products are the better ones
+MOST_ROWS = 16  # of a batch; for more, torch's matrix products are faster
 DTYPES = (torch.float32, torch.bfloat16)  # of parameters, and of the tokens that a convolution keeps
 
 
@@ -26,13 +26,13 @@ DTYPES = (torch.float32, torch.bfloat16)  # of parameters, and of the tokens tha
 class Linear:
     weight: Tensor
     bias: Tensor | None = None
-    scales: Tensor | None = None  # (rows,), in float32, of a weight in int8
+    scales: Tensor | None = None  # (rows,), in float32, for a weight in int8
 
     def tensors(self) -> list[Tensor]:
         return [t for t in (self.weight, self.bias, self.scales) if t is not None]
 
     def is_taken(self, dtype: torch.dtype) -> bool:
-        """Whether the kernel reads it beside other parameters of this dtype."""
+        """Whether the kernel can read it beside other parameters of this dtype."""
         scaled = self.scales is not None
         kinds = [torch.int8 if scaled else dtype, *([] if self.bias is None else [dtype])]
         kinds += [torch.float32] if scaled else []
@@ -44,7 +44,7 @@ class Linear:
 
 @dataclass(frozen=True)
 class Block:
-    """What the kernel reads of a block; None for what it does not have."""
+    """The parts of a block that the kernel reads; None for those it does not have."""
 
     heads: int
     kv_heads: int
@@ -63,7 +63,7 @@ class Block:
     relu: bool
     signed: bool
     eps: float
-    rates: Tensor | None = None  # (heads,), times exp(rate_gate(n)) where that gate is
+    rates: Tensor | None = None  # (heads,), times exp(rate_gate(n)) if there is a gate
     rate_gate: Linear | None = None
     largest_exponent: float = 0.0
     output_gate: Linear | None = None
@@ -71,7 +71,7 @@ class Block:
     q_norm: Tensor | None = None
     k_norm: Tensor | None = None
     qk_norm_eps: float = 0.0
-    softmax: bool = False  # over all keys and values, in place of a state ...
+    softmax: bool = False  # attends over all keys and values, without a state ...
     turns: Tensor | None = None  # ... with rotary positions: radians per position (size / 2,), in float64
 
     def linears(self) -> tuple[Linear | None, ...]:
@@ -90,8 +90,8 @@ class Block:
         return self.norm.dtype
 
     def kept(self, rows: int, position: int) -> list[tuple[tuple[int, ...], torch.dtype]]:
-        """Shapes and dtypes of what a stream of so many rows keeps after so many tokens: its state, or its
-        keys and values, and the last of q, k and v."""
+        """Shapes and dtypes of what a stream of `rows` rows keeps after `position` tokens: its state, or its
+        keys and values; and the last q, k and v."""
         features = 2 * self.size if min(self.horizons) < math.inf else self.size
         states = [((rows, self.heads, features, self.size + 1), torch.float32)]
         if self.softmax:
@@ -99,7 +99,7 @@ class Block:
         return [*states, *(((rows, taps.shape[1] - 1, taps.shape[0]), self.dtype) for taps in self.conv)]
 
     def is_taken(self) -> bool:
-        """Whether the kernel reads such tensors."""
+        """Whether the kernel can read these tensors."""
         if self.dtype not in DTYPES or self.size > 256:
             return False
         plain = self.rates is None or _is_plain(self.rates, torch.float32)
@@ -109,13 +109,13 @@ class Block:
 
 @dataclass(frozen=True)
 class Ends:
-    """What stands around the blocks of a language model."""
+    """The parts of a language model before and after its blocks."""
 
     embeddings: Tensor  # (vocabulary, C)
     norm: Tensor
     norm_eps: float
     head: Linear
-    positions: Tensor | None = None  # (most, C): a vector for each position, where they are learned
+    positions: Tensor | None = None  # (most, C): learned positions
 
     def others(self) -> list[Tensor]:
         return [t for t in (self.embeddings, self.positions, self.norm) if t is not None]
@@ -133,9 +133,9 @@ class Ends:
 
 
 class Blocks:
-    """Consecutive blocks, packed: good as long as their tensors stay where they are, which `current` says.
+    """Consecutive blocks, packed; valid as long as their tensors stay where they are, which `current` says.
 
-    With `ends` it may begin with the numbers of tokens and end with logits; there may be no block between.
+    With `ends` a call may begin with token ids and end with logits, even with no block in between.
     """
 
     def __init__(self, blocks: Sequence[Block], ends: Ends | None = None):
@@ -154,20 +154,20 @@ class Blocks:
     def current(self) -> bool:
         return self._now() == self._places
 
-    def _now(self) -> list:  # for every token, so by the quickest way; with strides a size says the shape
+    def _now(self) -> list:  # for every token, so it must be quick; strides and size give the shape
         kinds = [t.dtype for t in self._tensors]
         sizes = (Tensor.data_ptr, Tensor.stride, Tensor.numel)
         return [*(number for of in sizes for number in map(of, self._tensors)), *kinds]
 
     def hold(self) -> list[Tensor]:
-        """What this reads, so that it stays while the list is kept, whatever the parameters become."""
+        """The tensors this reads: keeping the list keeps their memory, even if parameters are replaced."""
         return [t.detach() for t in self._tensors]
 
     def packed(self, kept: Sequence[tuple[Tensor, ...]]) -> bytes:
-        """Where the streams are, for `__call__`.
+        """The addresses of the streams, for `__call__`.
 
-        For each block its state (B, H, F, E + 1), or of softmax its keys and values (B, H, S, D) with room
-        for one more behind them, and the last q, k and v that its convolution looks back at, (B, width - 1,
+        For each block: its state (B, H, F, E + 1), or for softmax its keys and values (B, H, S, D) with room
+        for one more behind them; and the last q, k and v, which its convolution looks back at, (B, width - 1,
         channels) each, contiguous.
         """
         return b"".join(map(_packed_kept, self._blocks, kept))
@@ -181,10 +181,11 @@ class Blocks:
         places: Tensor | None = None,
         logits: Tensor | None = None,
     ) -> bool:
-        """x (B, C) in float32 and what is kept, changed in place.
+        """Update x (B, C), in float32, and the streams in place.
 
-        Of ids (B,), and places (B,) where positions are learned, x is made first; logits (B, vocabulary) in
-        float32 are filled. False where there is no row for an id or a place: then nothing is changed.
+        If ids (B,) are given, x is first made from them, and from places (B,) if positions are learned;
+        logits (B, vocabulary), in float32, are filled. False, with the streams unchanged, if there is no row
+        for an id or a place.
         """
         ends = self._ends
         count = len(self._blocks)
@@ -192,7 +193,7 @@ class Blocks:
 
 
 def takes(x: Tensor, rows: int) -> bool:
-    """Whether the kernel takes so many tokens now, of the kind of x."""
+    """Whether the kernel can take `rows` tokens like x now."""
     if not _rows.takes(x) or x.dtype not in DTYPES or rows > MOST_ROWS:
         return False
     return not (torch.is_grad_enabled() or torch._C._is_any_autocast_enabled())

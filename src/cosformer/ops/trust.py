@@ -13,28 +13,28 @@ from torch import Tensor
 from . import _torch
 from .call import Backend, Call, Grads, Inputs, Outputs, Upstream, capturing, projected, sum_dtype
 
-LENGTHS = (0, 1, 40, 150)  # of a trial: the one at or below a call's own
-EXACT = 1e-3  # how far apart results in float32 may be, in parts of the largest number ...
-ROUGH = 5e-2  # ... and in half precision, or where products are TF32
+LENGTHS = (0, 1, 40, 150)  # of a trial: the largest that is not above the call's
+EXACT = 1e-3  # accepted difference in float32, relative to the largest number ...
+ROUGH = 5e-2  # ... and in half precision, or if products are TF32
 
 _log = logging.getLogger("cosformer")
-_doubts: dict[tuple[str, Backend, "Kind"], str | None] = {}  # what the trials of this process have found
+_doubts: dict[tuple[str, Backend, "Kind"], str | None] = {}  # results of this process's trials
 
 
 class Kind(NamedTuple):
-    """What tells apart calls that may run different kernels."""
+    """What distinguishes calls that may run different kernels."""
 
     device: torch.device
     dtype: torch.dtype
     sizes: tuple[int, int]
-    group: int  # query heads to a key head
+    group: int  # query heads per key head
     lengths: tuple[int, int]
     rates: int  # dimensions of the rates, or 0
     masked: bool
     packed: bool
     state: bool
     tf32: bool
-    call: Call  # with nothing in it that makes no difference, so that a stream is tried once
+    call: Call  # without what makes no difference, so that a stream is tried once
 
 
 def kind_of(x: Inputs, call: Call) -> Kind:
@@ -89,7 +89,7 @@ def case(kind: Kind) -> tuple[Inputs, Upstream]:
 
 
 def difference(ours: Backend, kind: Kind) -> str | None:
-    """What a backend makes of a small call that the torch backend does not; None if they agree."""
+    """How a backend differs from the torch backend on a small call; None if they agree."""
     x, upstream = case(kind)
 
     def results(backend: Backend) -> Iterator[tuple[str, Tensor | None]]:
@@ -104,17 +104,17 @@ def difference(ours: Backend, kind: Kind) -> str | None:
             continue
         a, b = a.double(), b.double()
         error = ((a - b).abs().max() / b.abs().max().clamp_min(1e-30)).item()
-        if not error <= limit:  # nor if it is NaN
+        if not error <= limit:  # also if it is NaN
             return f"{name} differs by {error:.2g} of its largest number, {limit:g} is accepted"
     return None
 
 
 def doubt(name: str, ours: Backend, kind: Kind) -> str | None:
-    """Why a backend is not to be trusted with a kind of call; the first such call waits for the answer."""
+    """Why not to trust a backend with a kind of call, or None; the first such call waits for a trial."""
     key = name, ours, kind
     if key in _doubts:
         return _doubts[key]
-    if capturing(kind.device):  # nothing may wait there
+    if capturing(kind.device):  # nothing may wait then
         reason: str | None = "there is none while a CUDA graph is captured; run the step once before that"
     else:
         reason = _doubts[key] = _trial(ours, kind)
@@ -123,14 +123,14 @@ def doubt(name: str, ours: Backend, kind: Kind) -> str | None:
     return reason
 
 
-@cache  # once
+@cache  # log it once
 def _tell(name: str, reason: str, kind: Kind) -> None:
     text = "the %s backend failed its trial, and the torch backend runs instead: %s; it was tried with %s"
     _log.error(text, name, reason, kind)
 
 
 def forget() -> None:
-    """The next call of each kind is a trial again: the backends are no longer what they were."""
+    """Try each kind of call again, because the backends have changed."""
     _doubts.clear()
 
 
@@ -138,13 +138,13 @@ def _trial(ours: Backend, kind: Kind) -> str | None:
     try:
         return difference(ours, kind)
     except torch.OutOfMemoryError:
-        raise  # says nothing of the backend: the call would not have had room either, and another may
-    except Exception as error:  # a compiler's or a driver's: whatever it is, it must not end a training run
+        raise  # says nothing about the backend: the call would not fit either, and another may
+    except Exception as error:  # from a compiler or driver; whatever it is, it must not end a training run
         return f"{type(error).__name__}: {str(error).strip()}".partition("\n")[0]
 
 
 def tried(name: str, ours: Backend) -> Backend:
-    """The backend on trial. Where it fails the torch backend runs, unless it was asked for by name."""
+    """The backend on trial. If it fails, the torch backend runs, unless the backend was named."""
 
     def chosen(x: Inputs, call: Call) -> Backend:
         reason = doubt(name, ours, kind_of(x, call))
@@ -162,7 +162,7 @@ def tried(name: str, ours: Backend) -> Backend:
 
 
 def verdict(name: str, ours: Backend, device: torch.device) -> str:
-    """What the trial of a language model's call says, in a word or a sentence."""
+    """The result of a trial with a language model's call, as a phrase."""
     call = Call((1000.0,), causal=True, relu=True)
     x = torch.empty(1, 1, LENGTHS[-1], 64, dtype=torch.bfloat16, device=device)
     rates = torch.empty(1, 1, LENGTHS[-1], device=device)

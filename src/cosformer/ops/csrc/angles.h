@@ -9,7 +9,7 @@ namespace {
 struct Angles {
     double *cosine = nullptr, *sine = nullptr;  // of theta * i
 
-    // By repeated rotation: in double, the steps of a chunk cost nothing.
+    // By repeated rotation: in double, a chunk's steps lose no accuracy that matters.
     void turn(double theta, int64_t count) {
         const double c = std::cos(theta), s = std::sin(theta);
         cosine[0] = 1, sine[0] = 0;
@@ -19,7 +19,7 @@ struct Angles {
         }
     }
 
-    // Those of n positions from `angle` on.
+    // cos and sin of n positions, the first at `angle`.
     void from(double angle, int64_t n, float *__restrict cosines, float *__restrict sines) const {
         const double c = std::cos(angle), s = std::sin(angle);
         for (int64_t i = 0; i < n; i++) cosines[i] = static_cast<float>(c * cosine[i] - s * sine[i]);

@@ -2,7 +2,7 @@
 //
 //     out = sum_j exp(q.k_j / sqrt(D)) v_j / sum_j exp(q.k_j / sqrt(D))
 //
-// A few keys at a time, relative to the largest score so far: where a larger comes, what was summed is scaled down.
+// A few keys at a time, relative to the largest score so far: when a larger one comes, the sums are scaled down.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace {
 // sums (D) += the weighted sum of `count` rows of values
 template <class T>
 inline void add_weighted(const T *values, const float *weights, int64_t count, int64_t D, float *sums) {
-    constexpr int R = 4;  // rows at once: the sums are fetched and stored once for them
+    constexpr int R = 4;  // rows at once, for which the sums are loaded and stored once
     int64_t j = 0;
     auto rows = [&](auto n, const T *from, const float *w) {
         int64_t d = 0;

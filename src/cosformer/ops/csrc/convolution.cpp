@@ -12,7 +12,7 @@ namespace {
 
 constexpr int64_t RUN = 64;  // rows a thread takes at a time
 
-// The rows near the one in work, as floats: each is read once.
+// The rows around the current one, as floats; each is read once.
 class Window {
   public:
     Window(const Rows &rows, int64_t C, int64_t width) : rows_(rows), C_(C), width_(width), memory_(C * width), held_(width, -1) {}
@@ -81,7 +81,7 @@ EXPORT int cosformer_convolution(const cosformer_convolution_call *call) try {
     const cosformer_convolution_call &c = *call;
     const int64_t blocks = (c.L + RUN - 1) / RUN, tasks = c.B * blocks;
     const int64_t threads = host::forked() ? 1 : std::min(c.threads, tasks);
-    in_parallel(threads, threads, [&](int64_t i) {  // each a run of blocks, so that a weight's gradient has one part a thread
+    in_parallel(threads, threads, [&](int64_t i) {  // each a run of blocks, so that dweight has one part per thread
         for (int64_t task = tasks * i / threads; task < tasks * (i + 1) / threads; task++) {
             const int64_t b = task / blocks, first = task % blocks * RUN, last = std::min(first + RUN, c.L);
             if (c.dweight) weigh(c, c.dweight + i * c.width * c.C, b, first, last);

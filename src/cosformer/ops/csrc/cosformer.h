@@ -15,7 +15,7 @@
  *
  *     push   S += y phi^T         a key enters the state
  *     read   y  = S phi           a query takes its numerators and its normaliser out
- *     pull   dphi = S^T dy        what a gradient of the read value means for phi
+ *     pull   dphi = S^T dy        the gradient of phi, from that of the read value
  *
  * Forward, chunk by chunk.  Let a chunk hold the positions 0..n-1 with rates l_t, before_i = exp(-(l_0 + .. + l_i)) and
  * after_i = exp(-(l_{i+1} + .. + l_{n-1})).  Coming from the left with the state S of all earlier keys,
@@ -65,7 +65,7 @@ typedef struct {
 typedef struct {
     int64_t B, H, Hk, L, S, D, E;  /* q (B,H,L,D)  k (B,Hk,S,D)  v (B,Hk,S,E), H % Hk == 0 */
     int64_t causal, relu;
-    int64_t signed_norm;           /* z may be negative: keep its sign, and clamp its size */
+    int64_t signed_norm;           /* z may be negative: keep its sign, and clamp its magnitude */
     int64_t q_offset;              /* query i stands at position q_offset + i, key j at position j */
     int64_t position;              /* absolute position of the first key: only the angles need it */
     int64_t threads;
@@ -80,13 +80,13 @@ typedef struct {
     int64_t decay_stride[3];
     cosformer_tensor q, k, v;
     cosformer_tensor out;          /* (B,H,L,E); float32 for a bidirectional call with decay (it is added to) */
-    float *norm;                   /* (B,H,L) contiguous: z before the clamp; NULL where one sweep does and nobody asks for it */
+    float *norm;                   /* (B,H,L) contiguous: z before the clamp; NULL if one sweep suffices and nobody reads it */
     cosformer_tensor state_in;     /* (B,H,F,E+1) float32, last stride 1; the state before the first key */
     cosformer_tensor state_out;    /* same; after the last key (causal) or with all keys (bidirectional without decay) */
 } cosformer_call;
 
-/* What changes from call to call of the same shapes, strides, dtypes and options: the addresses of the tensors, NULL for one that is
- * missing, and a few numbers.  It stands for the fields of cosformer_call with the same names. */
+/* What changes between calls with the same shapes, strides, dtypes and options: the addresses of the tensors (NULL if missing) and a few
+ * numbers.  They replace the fields of cosformer_call with the same names. */
 typedef struct {
     void *q, *k, *v, *out, *norm, *decay, *mask, *state_in, *state_out;  /* state_out may be state_in, for a stream's next token */
     int64_t position, threads;
@@ -106,9 +106,9 @@ typedef struct {
     double *ddecay;                /* per position (B,H,S), else (B,H,max(sequences, 1)): one number per head and sequence */
 } cosformer_grads;
 
-/* A short depthwise convolution along the rows of x (B, 1, L, C), y_t = sum_s w_s x_(t + ahead - s), tokens outside t's own sequence
- * being zero.  The gradient of x is the convolution of dout with the taps reversed and ahead = width - 1 - ahead; that of the weight is
- * asked for with dout in the place of y. */
+/* A short depthwise convolution along the rows of x (B, 1, L, C), y_t = sum_s w_s x_(t + ahead - s), where tokens outside t's own
+ * sequence are zero.  The gradient of x is the convolution of dout with the taps reversed and ahead = width - 1 - ahead; for that of the
+ * weight, pass dout as y. */
 typedef struct {
     int64_t B, L, C, width, ahead, threads;
     int64_t sequences;             /* packed sequences (then B == 1), or 0 */
@@ -120,7 +120,7 @@ typedef struct {
 
 int cosformer_convolution(const cosformer_convolution_call *call);
 
-/* The RMS norm of rows, y = w x / sqrt(mean(x^2) + eps), x being (1, 1, rows, D); with dweight, its gradient instead. */
+/* The RMS norm of rows, y = w x / sqrt(mean(x^2) + eps), where x is (1, 1, rows, D); with dweight, its gradients instead. */
 typedef struct {
     int64_t rows, D, threads;
     double eps;
@@ -132,13 +132,13 @@ typedef struct {
 
 int cosformer_norm(const cosformer_norm_call *call);
 
-/* One token a row through whole blocks of a decoder, summed in float32: with n the RMS norm of x,
+/* One token per row through whole blocks of a decoder, summed in float32: with n the RMS norm of x,
  *
- *     x += o(mixed(conv(q n), conv(k n), v n))        mixed: q and k normed, the stream's next token as above, times the output gate
+ *     x += o(mixed(conv(q n), conv(k n), conv(v n)))  mixed: q and k normed, the stream's next token as above, times the output gate
  *     x += down(silu(gate n) * up n)
  *
- * What a block does not have is NULL, or 0 rows.  Parameters and the tokens kept are float32 or bfloat16, all of one dtype: void here; but
- * weights with scales are int8. */
+ * Parts that a block lacks are NULL, or have 0 rows.  Parameters and kept tokens, void here, are all float32 or all bfloat16; but weights
+ * with scales are int8. */
 typedef struct {
     const void *weight, *bias;     /* (rows, columns), (rows,) */
     const float *scales;           /* (rows,) by which int8 weights are multiplied, or NULL */
@@ -147,25 +147,25 @@ typedef struct {
 
 typedef struct {
     int64_t heads, kv_heads, size, hidden, conv_width, relu, signed_norm;
-    int64_t softmax;               /* over the keys and values that are kept, in place of all that a state and its rates need */
+    int64_t softmax;               /* attend over the kept keys and values; no state, no rates */
     double eps, norm_eps, qk_norm_eps, largest_exponent;
     const void *norm, *mlp_norm, *q_norm, *k_norm;
     cosformer_linear q, k, v, o, gate, up, down, rate_gate, output_gate;
     const void *conv[3];           /* of q, k, v: (channels, width), the newest token first */
-    const float *rates;            /* (heads,), times exp(min(rate_gate n, largest_exponent)) where that gate is */
+    const float *rates;            /* (heads,), times exp(min(rate_gate n, largest_exponent)) if there is that gate */
     const double *theta;           /* (heads,) or NULL: no cosine */
-    const double *turns;           /* of softmax: (size / 2,) radians per position by which rotary positions turn pairs, or NULL */
+    const double *turns;           /* for softmax with rotary positions: (size / 2,) radians per position; or NULL */
 } cosformer_block;
 
 /* What a block keeps of a stream; all of it is changed in place. */
 typedef struct {
     float *state;                  /* (B, heads, F, size + 1) contiguous */
     void *last[3];                 /* q, k, v before the convolution: (B, width - 1, channels) contiguous, the newest token last */
-    void *keys, *values;           /* of softmax: (B, heads, room, size), as many of them filled as there were tokens, fewer than room */
+    void *keys, *values;           /* for softmax: (B, heads, room, size), filled with the tokens so far, fewer than room */
     int64_t room;
 } cosformer_kept;
 
-/* What stands before and after the blocks of a language model: x = embeddings[ids] + positions[places], logits = head n. */
+/* The parts before and after the blocks of a language model: x = embeddings[ids] + positions[places], logits = head n. */
 typedef struct {
     const void *embeddings;        /* (vocabulary, C) */
     int64_t vocabulary;
@@ -176,25 +176,24 @@ typedef struct {
     cosformer_linear head;
 } cosformer_ends;
 
-/* x (B, C) comes in, or is made of ids (B,) and, where positions are learned, places (B,); it goes out changed.  logits (B, head.rows) or
- * NULL. */
+/* x (B, C) is the input, or is made from ids (B,) and, if positions are learned, places (B,); it is overwritten with the output.
+ * logits (B, head.rows) or NULL. */
 int cosformer_step(const cosformer_block *blocks, const cosformer_kept *kept, int64_t count, int64_t dtype, float *x, int64_t B, int64_t C,
                    int64_t position, int64_t threads, const cosformer_ends *ends, const int64_t *ids, const int64_t *places, float *logits);
 
-/* These return 0, 1 when memory ran out, 2 when a decay rate is negative, infinite or NaN, or 3 when a table has no such row (nothing is
- * changed then); the output means nothing.
- * Places that are NULL are those in the call itself. */
+/* These return 0; or, with a meaningless output, 1 when memory ran out, 2 when a decay rate is negative, infinite or NaN, and 3 when a
+ * table has no such row (then no stream is changed).  If places are NULL, the addresses in the call itself are used. */
 int cosformer_forward(const cosformer_call *call, const cosformer_places *places);
 int cosformer_backward(const cosformer_call *call, const cosformer_grads *grads, const cosformer_places *places,
                        const cosformer_grad_places *grad_places);
 
-/* All of this fresh memory is about to be written: the system may hand it out in huge pages. */
+/* Fresh memory, all of it about to be written: the system may use huge pages for it. */
 void cosformer_expect(void *data, int64_t bytes);
 
 /* Does this CPU run the instruction set ("baseline", "avx2", "avx512", "neon")? */
 int cosformer_cpu_supports(const char *isa);
 
-/* A number made of the sizes of the structs, so that a caller with another idea of them finds out at load time. */
+/* A hash of the sizes of the structs, so that a caller with other structs finds out at load time. */
 int64_t cosformer_abi(void);
 
 #ifdef __cplusplus

@@ -27,7 +27,7 @@ void decode(const Sequence &s) {
     for (int64_t f = 0, p = 0; p < s.parts; p++)
         for (int64_t d = 0; d < s.D; d++, f++) phi_k[f] = turn[p] * k[d], phi_q[f] = turn[p] * q[d];
 
-    auto rows = [&](auto count, int64_t f) {  // several rows of the state at once: the sums are fetched and stored only once for them
+    auto rows = [&](auto count, int64_t f) {  // several rows of the state at once, for which the sums are loaded and stored once
         const float *from = reinterpret_cast<const float *>(s.state_in.data) + f * s.state_in.row;
         float *to = reinterpret_cast<float *>(s.state_out.data) + f * s.state_out.row;
         auto columns = [&](int64_t e, auto like) {

@@ -14,7 +14,7 @@ namespace {
 typedef uint16_t narrow __attribute__((vector_size(2 * W), aligned(2)));
 typedef uint32_t wide __attribute__((vector_size(4 * W)));
 
-inline vec load(const Bf16 *p) {  // written out where the compiler makes five instructions of the conversion
+inline vec load(const Bf16 *p) {  // spelled out where the compiler needs five instructions for the conversion
 #if defined(__AVX512F__)
     const wide bits = reinterpret_cast<wide>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p))));
 #elif defined(__AVX2__)
@@ -38,10 +38,10 @@ inline vec load(const int8_t *p) {
 }
 inline float to_float(int8_t x) { return x; }
 
-// Bytes that weights are asked for ahead of their use: the processor itself looks ahead no further than a page, and begins anew with each.
+// How many bytes ahead weights are prefetched: the hardware's own prefetch ends at each page and begins anew with the next.
 constexpr int64_t AHEAD = 8192;
 
-// dots of w with N rows of x, all of n numbers
+// dot products of w with N rows of x, of n numbers each
 template <int N, class T>
 inline void dots(const T *w, const float *x, int64_t n, float *y) {
     constexpr int P = 4;

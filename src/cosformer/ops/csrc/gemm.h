@@ -46,9 +46,9 @@ inline float dot(const float *a, const float *b, int64_t n) {
 // How the left operand lies in memory: element (r, t) at a[r * lda + t], or transposed at a[t * lda + r].
 enum Layout { Plain, Transposed };
 
-// What becomes of a product.  Added: c = alpha * c + product, where alpha == 0 means that c holds nothing yet.  The product is summed
-// apart and then added, for c may be large beside it.  With `lost`, of c's shape, that sum is compensated: what rounding takes from c is
-// kept there and enters the next sum, so that however many they are they lose no digits.
+// Where a product goes.  Added: c = alpha * c + product, where alpha == 0 means that c holds nothing yet.  The product is summed
+// separately and then added, since c may be much larger.  With `lost`, of c's shape, that sum is compensated: what rounding takes from c
+// is kept there and enters the next sum, so that any number of sums loses no digits.
 struct Added {
     float *c;
     int64_t ld;
@@ -69,8 +69,8 @@ struct Added {
     }
 };
 
-// Joined: the product's columns are those of two parts (or one), HALF of the one beside HALF of the other; c = the sum of the parts,
-// each times a factor of its row.  With `x`, of c's shape, c is zero where x is not positive.
+// Joined: the product's columns belong to two parts (or one), HALF of one beside HALF of the other; c = the sum of the parts, each times
+// a factor per row.  With `x`, of c's shape, c is zero where x is not positive.
 constexpr int HALF = COLS / 2;
 template <int PARTS>
 struct Joined {
@@ -83,7 +83,7 @@ struct Joined {
     Joined at(int64_t i, int64_t j) const { return {c + i * ld + j / PARTS, ld, {by[0] + i, by[1] + i}, x ? x + i * ldx + j / PARTS : nullptr, ldx}; }
     vec first(int, int) const { return vec{}; }
     template <int R>
-    void put(const vec (&product)[R][VECS]) const {  // loads, then stores: no load waits to learn that no store was to its address
+    void put(const vec (&product)[R][VECS]) const {  // loads before stores: no load waits to learn that no store has its address
         vec sums[R][VECS / PARTS];
         for (int r = 0; r < R; r++)
             for (int n = 0; n < VECS / PARTS; n++) {
@@ -98,8 +98,8 @@ struct Joined {
     }
 };
 
-// `count` tiles of R rows one below the other: a (count R x steps) * b (steps x COLS).  Not inlined: how much of it the compiler would
-// copy where changes with every product that is added elsewhere, and by 5 to 10 % the time of those that were there.
+// `count` tiles of R rows one below the other: a (count R x steps) * b (steps x COLS).  Not inlined: what the compiler inlines changes
+// with every product added elsewhere, and with it the time of the existing ones, by 5 to 10 %.
 template <int R, Layout A, class Done, class Between>
 __attribute__((noinline)) void tiles(int64_t count, int64_t steps, const float *a, int64_t lda, const float *b, int64_t ldb, const Done &done,
                                      Between &between) {
@@ -132,7 +132,7 @@ inline void tile_of(int64_t rows, Args &...args) {  // tiles<rows>, for a number
 // called before every tile.
 template <Layout A, class Done, class Between>
 void gemm(int64_t m, int64_t n, int64_t steps, const float *a, int64_t lda, const float *b, int64_t ldb, const Done &done, Between &between) {
-    // A tile of a few rows waits for its own additions, so the last two tiles share what is left.
+    // A tile of few rows waits for its own additions, so the last two tiles share the remaining rows.
     const int64_t whole = std::max<int64_t>(0, m % ROWS < 4 && m % ROWS ? m / ROWS - 1 : m / ROWS);
     for (int64_t j = 0; j < n; j += COLS) {
         if (whole) tiles<ROWS, A>(whole, steps, a, lda, b + j, ldb, done.at(0, j), between);

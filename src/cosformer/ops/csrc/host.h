@@ -1,4 +1,4 @@
-// What the kernel must know of the process it runs in.
+// What the kernel must know about the process it runs in.
 #pragma once
 
 namespace host {

@@ -1,4 +1,4 @@
-// The C interface: a call becomes sequences, and these are shared among threads.
+// The C interface: a call becomes sequences, which threads share.
 #include <atomic>
 #include <vector>
 

@@ -32,7 +32,7 @@ class Loaded {
             for (double **p : {&angles.cosine, &angles.sine, &rates, &before, &after, &running}) scratch.take(*p, ldC);
         });
         const double rate = s.rate && !s.rate_per_position ? std::exp(-static_cast<double>(*s.rate)) : 1;
-        std::fill_n(rates, C, rate);  // those of positions follow chunk by chunk
+        std::fill_n(rates, C, rate);  // rates per position are filled in chunk by chunk
         angles.turn(s.theta, C);
         double fade = 1;
         for (int64_t i = 0; i < C; i++, fade *= rate) by_distance[C + i] = by_distance[C - i] = static_cast<float>(fade * angles.cosine[i]);
@@ -43,14 +43,14 @@ class Loaded {
     const int64_t D, E, F, C;
     const int64_t ldD = padded(D), ldE = padded(E + 1), ldF = padded(F), ldC = padded(C);
 
-    // All matrices are row-major; a trailing t: one column, not one row, per position.
+    // All matrices are row-major; a trailing t means one column, not one row, per position.
     float *q, *k, *v;             // f(q), f(k), [v, 1]
     float *xt, *vt;               // f(q)^T or f(k)^T, and v^T
-    float *phi, *phit;            // phi of what pushes, phi^T of what reads, decay included
+    float *phi, *phit;            // phi of the rows that push, phi^T of those that read, decay included
     float *y, *yt;                // rows read
     float *dy, *dphi, *dx;        // gradients: of a row read, of phi, of q or k
-    float *weights = nullptr;     // (C, C) cos(theta (i - j)) exp(-|A_i - A_j|), symmetric, where each position has its rate
-    float *by_distance;           // the same where it depends on C + i - j alone; else the cosine
+    float *weights = nullptr;     // (C, C) cos(theta (i - j)) exp(-|A_i - A_j|), symmetric, if each position has its own rate
+    float *by_distance;           // at C + i - j: the same if there is one rate; else the cosine alone
     float *scores, *dscores;      // the chunk's s_ij, and their gradient times the weight
     float *state_s, *state_t, *lost_s = nullptr, *lost_t = nullptr;
     float *read_by[2], *push_by[2];  // per part and position: cosine or sine, times the decay to or from the chunk's edge
@@ -58,14 +58,14 @@ class Loaded {
     Angles angles;
     double *rates, *before, *after, *running;  // exp(-rate), and its products: see cosformer.h
     double total = 1;             // decay over the chunk
-    int64_t ahead = 0;            // from this chunk's rows to the next's
+    int64_t ahead = 0;            // rows to the next chunk's
     Soon soon{3};
 
     // Angles and decay factors of the chunk's positions.
     void place(const Chunk &c, const Sweep &sweep) {
         soon.clear();
         ahead = sweep.rightward ? C : -C;
-        if (!c.queries && !c.keys) {  // a gap, as long as it likes; only a constant rate gets here
+        if (!c.queries && !c.keys) {  // a gap of any length; only a constant rate gets here
             total = s.rate ? std::exp(-static_cast<double>(*s.rate) * c.n) : 1;
             return;
         }
@@ -88,7 +88,7 @@ class Loaded {
     }
 
     void load_features(const Rows &from, int64_t row, float *x) const { from.get(row, x, D, s.relu ? 0 : -INFINITY); }
-    // Having loaded rows, think of the next chunk's.
+    // Called when rows are loaded: the next chunk's are prefetched.
     void foresee(const Rows &rows, int64_t first, int64_t limit, int64_t columns) {
         soon.add(rows, std::max<int64_t>(first + ahead, 0), std::min(first + ahead + C, limit), columns);
     }

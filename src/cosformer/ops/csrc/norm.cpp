@@ -56,7 +56,7 @@ EXPORT int cosformer_norm(const cosformer_norm_call *call) try {
     const int64_t threads = host::forked() ? 1 : std::clamp<int64_t>(c.rows / RUN, 1, c.threads);
     in_parallel(threads, threads, [&](int64_t i) {
         Norm norm{c};
-        std::vector<float> part(c.dweight ? c.D : 0);  // of a run of rows: added up one by one, many of them would lose digits
+        std::vector<float> part(c.dweight ? c.D : 0);  // the sum of a run of rows: one long sum would lose digits
         const int64_t last = c.rows * (i + 1) / threads;
         for (int64_t row = c.rows * i / threads; row < last;) {
             const int64_t stop = std::min(row + RUN, last);

@@ -96,7 +96,7 @@ class Ordered {
     const int64_t threads_;
     Worker worker_;
 
-    // Threads worth using for so many chunks.
+    // Threads worth using for this many chunks.
     int64_t threads_for(const Axis &axis) const { return std::max<int64_t>(1, std::min(threads_, axis.count() / 8)); }
 
     enum class Push { None, AllButLast, All };  // the last chunk's push is wasted when nobody wants the state after it
@@ -109,7 +109,7 @@ class Ordered {
                            push == Push::All || (push == Push::AllButLast && i + 1 < last));
     }
 
-    // Carries for spans of the sequence that run side by side: like the given one, but an empty state becomes an own one.
+    // Carries for spans of the sequence that run in parallel: like the given one, but empty states have memory of their own.
     std::vector<Carry> spans(int64_t n, const Carry &like, std::vector<float> &memory) const {
         int64_t size = worker_.state_size();
         memory.resize(n * 4 * size);
@@ -122,7 +122,7 @@ class Ordered {
         return carries;
     }
 
-    // A span's own contribution becomes the state before the span, and the running state the one after it.
+    // Turns a span's own contribution into the state before the span, and the running state into the one after it.
     void advance(State &running, State &span, double decay) const {
         if (!span.at) return;
         for (int64_t i = 0; i < worker_.state_size(); i++) {
@@ -135,9 +135,9 @@ class Ordered {
         running.empty = running.empty && span.empty;
     }
 
-    // A sweep.  Shared among threads it has two levels: the spans find their own contributions to the state, a short serial scan turns
-    // these into the states before each span, and then the spans run like sequences of their own.  The first span needs no scan: it
-    // is done at once, and is short so as to take no longer than finding the others' contributions.  Nobody asks the last for its own.
+    // A sweep.  Shared among threads it has two levels: the spans compute their own contributions to the state, a short serial scan turns
+    // these into the state before each span, and then the spans run like sequences of their own.  The first span needs no scan: it is
+    // done at once, and is short so as to take no longer than the others' contributions.  The last span's contribution is not needed.
     void sweep(const Axis &axis, const Sweep &sweep, Carry &carry, Step step, bool keep) {
         const Push after = keep ? Push::All : Push::AllButLast;
         int64_t count = axis.count(), threads = threads_for(axis);

@@ -1,4 +1,4 @@
-// A chunk's own pairs: their weights, the scores and what they give, and the gradients of all that.
+// Pairs within a chunk: their weights, scores and outputs, and the gradients of these.
 //
 //     s_ij = f(q_i).f(k_j) w_ij      w_ij = cos(theta (i - j)) exp(-|A_i - A_j|)      P_ij = ds_ij s_ij,  ds_ij = dy_i.[v_j, 1]
 #pragma once
@@ -13,7 +13,7 @@ class Pairs : protected Loaded {
   public:
     using Loaded::Loaded;
 
-    // The forward of a sequence that is one chunk whose every query sees every key: there is no state, and rows need no transposing.
+    // The forward of a sequence of one chunk in which every query sees every key: there is no state, and out needs no transposing.
     void forward_pairs(const Chunk &c) {
         place(c, Sweep());
         if (s.rate_per_position) weigh(c.n, true, true);
@@ -36,8 +36,8 @@ class Pairs : protected Loaded {
     }
 
   protected:
-    // weights of an n x n chunk.  Row by row, each the neighbour's times one rate; in double, so that n roundings do not add up.  Where
-    // nobody sees what comes after, half of them do: keys x queries to attend, queries x keys to differentiate.
+    // weights of an n x n chunk.  Row by row, each its neighbour's times one rate; in double, so that n roundings do not add up.  If
+    // causal, half of them suffice: keys x queries to attend, queries x keys to differentiate.
     void weigh(int64_t n, bool before, bool after) {
         auto row = [&](int64_t i, int64_t from, int64_t to, double rate) {
             for (int64_t j = from; j < to; j++) running[j] *= rate;
@@ -58,7 +58,7 @@ class Pairs : protected Loaded {
         return column;
     }
 
-    // COLS entries of a row of the chunk's matrix, from column j on, times their weights; those outside [from, to) are not seen.
+    // COLS entries of a row of the chunk's matrix, from column j on, times their weights; those outside [from, to) become zero.
     static void keep(float *a, const float *w, int64_t j, int64_t from, int64_t to) {
         if (from <= j && j + COLS <= to) {
             for (int n = 0; n < COLS; n += W) store(a + n, load(a + n) * load(w + n));
@@ -100,7 +100,7 @@ class Pairs : protected Loaded {
         }
     }
 
-    // Pairs of query i and the keys [j, j + COLS): P_ij = ds_ij s_ij, whose sum is returned and which the columns' sums gain
+    // Query i and the keys [j, j + COLS): returns the sum of sign(i - j) P_ij, and adds each term to its column's sum
     float differentiate_decay(int64_t i, int64_t j, int64_t end, double *columns) const {
         const float *s = scores + i * ldC + j, *ds = dscores + i * ldC + j;
         float p[COLS];

@@ -20,7 +20,7 @@
 
 namespace {
 
-// Numbers too small for a normalised float become zero while this lives: a strong decay makes many, and each would cost 100 cycles.
+// While this lives, subnormal floats become zero: a strong decay makes many, and each would cost 100 cycles.
 class FlushSubnormals {
 #if defined(__x86_64__)
     unsigned saved = _mm_getcsr();
@@ -38,8 +38,8 @@ class FlushSubnormals {
 #endif
 };
 
-// what(thread, threads) in each of a team of at most `threads`, which wait for one another where they `meet`.
-#if defined(COSFORMER_SANITIZED)  // ThreadSanitizer does not see how an OpenMP runtime orders threads, and takes its barriers for races
+// what(thread, threads) in each of a team of at most `threads` threads, which wait for one another at `meet`.
+#if defined(COSFORMER_SANITIZED)  // ThreadSanitizer does not see how an OpenMP runtime orders threads, and reports races at its barriers
 thread_local pthread_barrier_t *barrier = nullptr;
 
 template <class What>
@@ -61,7 +61,7 @@ inline void meet() { if (barrier) pthread_barrier_wait(barrier); }
 #elif defined(_OPENMP)
 template <class What>
 void team(int64_t threads, What what) {
-    if (threads == 1) return what(int64_t{0}, int64_t{1});  // in a forked child there is no other way
+    if (threads == 1) return what(int64_t{0}, int64_t{1});  // the only way in a forked child
 #pragma omp parallel num_threads(static_cast<int>(threads))
     what(static_cast<int64_t>(omp_get_thread_num()), static_cast<int64_t>(omp_get_num_threads()));
 }

@@ -53,15 +53,15 @@ inline void from_float(float x, Half &y) {
     uint32_t u = bit_cast<uint32_t>(x), sign = u >> 16 & 0x8000, magnitude = u & 0x7fffffff, h;
     if (magnitude > 0x7f800000) h = 0x7e00;        // NaN
     else if (magnitude >= 0x477ff000) h = 0x7c00;  // rounds to infinity
-    else if (magnitude < 0x38800000)               // subnormal there: let the addition of 0.5 do the shift and the rounding
+    else if (magnitude < 0x38800000)               // subnormal there: adding 0.5 does the shift and the rounding
         h = bit_cast<uint32_t>(bit_cast<float>(magnitude) + 0.5f) - 0x3f000000;
     else h = (magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13;
     y.bits = static_cast<uint16_t>(sign | h);
 }
 #endif
 
-// Runs of consecutive elements: to = max(from, least) and to = scale * from.  The plain loop is what the compiler vectorises by itself;
-// half floats need telling, and floats come in runs so short that the loop's preparations would cost as much as the loop.
+// Runs of consecutive elements: to = max(from, least) and to = scale * from.  The compiler vectorises the plain loop by itself;
+// half floats need intrinsics, and runs of floats are so short that its preparations for the loop would cost as much as the loop.
 inline float at_least(float least, float x) { return x < least ? least : x; }  // written so that NaN stays NaN
 inline vec at_least(float least, vec x) { return x < least ? vec{} + least : x; }
 
@@ -100,7 +100,7 @@ inline void write_run(const float *from, Half *to, int64_t n, float scale) {
 }
 #endif
 
-// One (batch, head) of a tensor: `row(i)` is a row of n elements.
+// One (batch, head) of a tensor, row by row.
 struct Rows {
     char *data = nullptr;
     int64_t dtype = COSFORMER_F32, row = 0, column = 1;  // strides in elements
@@ -111,7 +111,7 @@ struct Rows {
         if (t.data) data = static_cast<char *>(t.data) + (b * t.stride[0] + h * t.stride[1] + first_row * row) * (dtype == COSFORMER_F32 ? 4 : 2);
     }
 
-    // Calls what(pointer to row i's first element), the pointer's type being the tensor's own.
+    // Calls what(pointer to row i's first element); the pointer has the tensor's own type.
     template <class What>
     void at(int64_t i, What what) const {
         if (dtype == COSFORMER_F32) what(reinterpret_cast<float *>(data) + i * row);
@@ -119,7 +119,7 @@ struct Rows {
         else what(reinterpret_cast<Half *>(data) + i * row);
     }
 
-    // The usual rows at once, all others by a call.
+    // The usual rows inline, all others by a call.
     bool is_plain() const { return dtype == COSFORMER_F32 && column == 1; }
     float *plain(int64_t i) const { return reinterpret_cast<float *>(data) + i * row; }
     void get(int64_t i, float *to, int64_t n, float least = -INFINITY) const {
@@ -147,8 +147,8 @@ struct Rows {
     }
 };
 
-// Rows that will be needed soon.  Those of interleaved heads lie far apart, where the hardware does not foresee them, and asked for all at
-// once they would only queue up before the memory: so they are asked for a few at a time, between the tiles of the products in progress.
+// Rows that will be needed soon.  Those of interleaved heads lie far apart, where the hardware does not prefetch them, and requested all at
+// once they would only queue up for memory: so they are requested a few at a time, between the tiles of the products in progress.
 class Soon {
   public:
     explicit Soon(int rows) : rows_(rows) {}  // at a time
@@ -198,7 +198,7 @@ typedef float loose_quad __attribute__((vector_size(16), aligned(4)));
 typedef float block __attribute__((vector_size(4 * BLOCK)));
 typedef float loose_block __attribute__((vector_size(4 * BLOCK), aligned(4)));
 
-// Picks i, j, k, l out of a quad of a (0..3) and of b (4..7); in a vector of two quads, out of both alike.
+// Picks i, j, k, l from a quad of a (0..3) and of b (4..7); in vectors of two quads, from both quads alike.
 #if defined(__AVX__)
 #define IN_8(i) ((i) < 4 ? (i) : (i) + 4)
 #define PICK(a, b, i, j, k, l) \

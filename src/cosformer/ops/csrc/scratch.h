@@ -18,10 +18,10 @@ namespace {
 // Row strides are an odd number of cache lines, so that a column of a matrix spreads over all sets of the L1 cache.
 constexpr int64_t padded(int64_t n) { return (n + COLS - 1) / COLS * COLS + ((n + COLS - 1) / COLS * COLS / 16 % 2 ? 0 : 16); }
 
-// Aligned memory that a thread keeps from task to task; sizes depend on D and E only.
+// Aligned memory that a thread keeps from task to task; its size depends on D, E and the chunk, not on the length.
 class Scratch {
   public:
-    // Called twice: first to measure, then, with memory, to hand it out.
+    // Calls layout twice: first to measure, then, with memory, to hand it out.
     template <class Layout>
     void reserve(Layout layout) {
         cursor_ = nullptr;
@@ -44,7 +44,7 @@ class Scratch {
     void take(T *&pointer, int64_t count) {
         pointer = reinterpret_cast<T *>(cursor_);
         advance((count * sizeof(T) + 63) / 64 * 64);
-#ifdef __SANITIZE_ADDRESS__  // nothing may touch what lies between two buffers
+#ifdef __SANITIZE_ADDRESS__  // nothing may touch the space between two buffers
         if (memory_ && cursor_ > memory_.get()) __asan_poison_memory_region(cursor_, 64);
         advance(64);
 #endif

@@ -1,4 +1,4 @@
-// What is worked on: a head of a sequence, its chunks, the states that travel between them, and what a sweep over them has to do.
+// The work: one head of a sequence, its chunks, the states that travel between them, and what a sweep over them has to do.
 #pragma once
 
 #include <algorithm>
@@ -36,34 +36,34 @@ struct Sequence {
         return valid;
     }
     bool seen(int64_t key) const { return !mask || mask[key * mask_step]; }
-    bool is_ordered() const { return causal || rate; }  // else a pair's weight is a product of two vectors, wherever they come
-    bool is_long() const { return std::max(L, S) > 512 * chunk(); }  // sums of fewer chunks lose less than their terms have lost
-    // A short sequence is one chunk.  Then nobody pushes or reads at an end where there is no state, which saves F (E + 1) products a
-    // token, and the pairs are all its own, (D + E + 1) products each and, if causal, only half of them.  (3/4: rates of positions cost, too.)
+    bool is_ordered() const { return causal || rate; }  // else a pair's weight is a dot product of two vectors, in any order
+    bool is_long() const { return std::max(L, S) > 512 * chunk(); }  // sums of fewer chunks lose less than their terms did
+    // A short sequence is one chunk.  At an end without a state nothing is pushed or read, which saves F (E + 1) products per token, and
+    // all pairs are within the chunk, (D + E + 1) products each and, if causal, half as many.  (3/4: rates per position cost, too.)
     bool is_short(int64_t most) const {
         const int64_t n = std::max(q_offset + L, S);
         return 0 < n && n <= std::min<int64_t>(most, 128);  // their matrix must stay in the cache
     }
-    // Without causality as well, if nobody wants the state of all keys; with decay there would be two states, from the left and the right.
+    // Also without causality, if nobody wants the state of all keys; with decay there would be two states, from the left and the right.
     bool is_pairwise() const {
         return !causal && !state_in.data && !state_out.data && !dout.data && L == S && !q_offset && is_short(rate ? 2 * F : F);
     }
-    int64_t chunk() const {  // measured: D = E = 64; a chunk's own pairs cost more the longer it is, and come in strips of COLS
+    int64_t chunk() const {  // measured at D = E = 64; pairs within a chunk cost more the longer it is, and come in strips of COLS
         if (is_pairwise() || (is_ordered() && is_short((!state_in.data + !state_out.data) * F * 3 / 4))) return std::max(q_offset + L, S);
         return !is_ordered() ? 72 : COLS > 16 ? COLS : D > 64 || E > 64 ? 64 : 48;
     }
 };
 
-// Positions [start, start + n) of a sequence; which of them hold queries and keys is the same for all of them.
+// Positions [start, start + n) of a sequence; all of them hold a query or none does, and likewise for keys.
 struct Chunk {
     int64_t start, n;
     bool queries, keys;
 };
 
-// A state, (E+1) x F.  Not one number of an empty state is ever read, so it needs no clearing.
+// A state, (E+1) x F.  An empty state is never read, so it needs no clearing.
 struct State {
     float *at = nullptr;
-    float *lost = nullptr;  // what rounding took from its sums (gemm.h), where they are long
+    float *lost = nullptr;  // what rounding took from its sums (gemm.h), if they are long
     bool empty = true;
 };
 
@@ -76,7 +76,7 @@ struct Carry {
 // What one sweep over the chunks has to do.
 struct Sweep {
     bool rightward = true;  // the state comes from the left
-    bool local = false;     // the chunk's own pairs belong to this sweep
+    bool local = false;     // this sweep also takes the pairs within chunks
     bool add_queries = false, add_keys = false;  // to what an earlier sweep wrote
     bool finish = true;     // forward: divide by the normaliser
 };

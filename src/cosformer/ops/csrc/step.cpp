@@ -1,5 +1,5 @@
-// One token a row through whole blocks of a model and what stands around them (cosformer.h): what is left of decoding when a state has
-// constant size is reading the weights, so all threads stay in one parallel region and meet between the products.
+// One token per row through whole blocks of a model and the parts around them (cosformer.h).  With a state of constant size, decoding is
+// mostly reading the weights, so all threads stay in one parallel region and meet between the products.
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -15,8 +15,8 @@
 
 namespace {
 
-// what(row, b, (scale w x_b + bias)[row]) for the rows [first, last) of w (., n); x is (B, n).  Every weight is read once, one after the
-// other.
+// what(row, b, (scale w x_b + bias)[row]) for the rows [first, last) of w (., n); x is (B, n).  Every weight comes from memory once, in
+// order.
 template <class Weight, class T, class What>
 void project(const Weight *w, const float *scales, const T *bias, int64_t first, int64_t last, const float *x, int64_t B, int64_t n, What what) {
     for (int64_t row = first; row < last; row++) {
@@ -39,7 +39,7 @@ void normalise(const float *x, const T *weight, int64_t n, double eps, float *y)
     for (int64_t i = 0; i < n; i++) y[i] = x[i] * scale * to_float(weight[i]);
 }
 
-template <class T>  // the type of parameters and of the tokens kept
+template <class T>  // the type of parameters and of kept tokens
 class Step {
   public:
     Step(const cosformer_block *blocks, const cosformer_kept *kept, int64_t count, float *x, int64_t B, int64_t C, int64_t position)
@@ -52,7 +52,7 @@ class Step {
         for (auto [buffer, size] : {std::pair(&qkv_, qkv), {&rates_, heads}, {&gates_, wide}, {&mixed_, wide}, {&hidden_, hidden}}) buffer->resize(B * size);
     }
 
-    // The rows of the tables that are the tokens before the blocks; false where there is no such row.
+    // x = the rows of the tables for these tokens; false if there is no such row.
     bool embed(const cosformer_ends &ends, const int64_t *ids, const int64_t *places) {
         for (int64_t at = 0; at < B; at++) {
             if (ids[at] < 0 || ids[at] >= ends.vocabulary || (places && (places[at] < 0 || places[at] >= ends.most))) return false;
@@ -62,7 +62,7 @@ class Step {
         return true;
     }
 
-    // The part of one of `threads` threads; normed (B, C) is its own.
+    // The work of one of `threads` threads; normed (B, C) is its own.
     void run(int64_t thread, int64_t threads, float *normed, const cosformer_ends *ends, float *logits) {
         FlushSubnormals flush;
         auto share = [&](int64_t n, auto what) { what(n * thread / threads, n * (thread + 1) / threads); };
@@ -173,7 +173,7 @@ class Step {
         if (b.output_gate.weight) for (int64_t d = begin; d < begin + b.size; d++) mixed_[d] *= gates_[d];
     }
 
-    // Softmax: q, k and v at their position, k and v behind those that are kept, and q over all of them.
+    // Softmax: q and k are turned to their position, k and v appended to those kept, and q attends over all of them.
     void attend(const cosformer_block &b, const cosformer_kept &kept, int64_t at, int64_t head, float *q, float *k, float *v) {
         const int64_t D = b.size, row = at * b.heads + head;
         for (int64_t d = 0; b.turns && d < D / 2; d++) {
@@ -189,7 +189,7 @@ class Step {
         softmax(q, keys, values, position_ + 1, D, mixed_.data() + row * D);
     }
 
-    // The tokens that the next convolution looks back at.
+    // Keeps the tokens that the next convolution looks back at.
     void remember(const cosformer_block &b, const cosformer_kept &kept, int64_t at) const {
         if (!b.conv_width) return;
         const int64_t q = b.heads * b.size, kv = b.kv_heads * b.size, before = b.conv_width - 1;

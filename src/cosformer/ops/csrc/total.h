@@ -1,4 +1,4 @@
-// One thread at work where order does not matter, without causality and decay: all keys enter one state, which all queries read.
+// One thread's work if order does not matter, without causality and decay: all keys enter one state, which all queries read.
 //
 // With c_i = cos(theta i), s_i = sin(theta i) and the two parts of phi(x_i) apart,
 //
@@ -6,8 +6,8 @@
 //     backward   T_c = sum_i c_i dy_i f(q_i)^T,  T_s alike                     df(q_i) = c_i S_c^T dy_i + s_i S_s^T dy_i
 //                dv_j = c_j T_c f(k_j) + s_j T_s f(k_j)                        df(k_j) = c_j T_c^T [v_j, 1] + s_j T_s^T [v_j, 1]
 //
-// so that only the rows that are pushed are weighed, a strip at a time, and what is read or pulled is weighed by its tile: the columns of
-// a state are HALF of the one part, HALF of the other, and so on (gemm.h, Joined), and no row is ever transposed.
+// so only rows that are pushed are multiplied by c and s beforehand, a strip at a time; what is read or pulled is multiplied in its tile:
+// the columns of a state are HALF of one part, HALF of the other, and so on (gemm.h, Joined), and no row is ever transposed.
 #pragma once
 
 #include <algorithm>
@@ -47,7 +47,7 @@ class Total {
     // States in the caller's tensors are (F, E+1).
     void import_state(State &state, const Rows &from) const {
         const float *data = reinterpret_cast<const float *>(from.data);
-        std::fill_n(state.at + E * ldF, ldF, 0.f);  // its spare columns meet zeros, and must not be NaN
+        std::fill_n(state.at + E * ldF, ldF, 0.f);  // its spare columns are multiplied by zeros, and must not be NaN
         blocks(D, [&](int64_t p, int64_t d, int64_t n) { transpose(data + (p * D + d) * from.row, from.row, n, E + 1, state.at + column(p, d), ldF); });
         if (state.lost) std::fill_n(state.lost, state_size(), 0.f);
         state.empty = false;
@@ -58,7 +58,7 @@ class Total {
         else blocks(D, [&](int64_t p, int64_t d, int64_t n) { transpose(state.at + column(p, d), ldF, E + 1, n, data + (p * D + d) * to.row, to.row); });
     }
 
-    // Rows are read out of a state turned over; every thread's worker turns it for itself.
+    // Reading takes the state transposed; every thread's worker transposes it for itself.
     void turn(const State &state) {
         if (!state.empty)
             blocks(D, [&](int64_t p, int64_t d, int64_t n) {
@@ -76,7 +76,7 @@ class Total {
         push(state, keys, n);
     }
 
-    // Forward: the queries [first, first + n) read S, turned over.
+    // Forward: the queries [first, first + n) read S, transposed.
     void read(const State &state, int64_t first, int64_t n) {
         place(s.q_offset + first, n);
         load_features(lines(s.q, first, n, D, false), n);
@@ -107,7 +107,7 @@ class Total {
         put(s.dq, first, n, D, dq, false);
     }
 
-    // Backward: the keys pull their gradient out of T, and read their values' out of T turned over.
+    // Backward: the keys pull their gradient out of T, and read that of their values out of T transposed.
     void read_back(const State &state, int64_t first, int64_t n) {
         place(first, n);
         foresee(s.k, first, s.S, D), foresee(s.v, first, s.S, E);
@@ -123,7 +123,7 @@ class Total {
     }
 
   private:
-    static constexpr int WIDE = COLS > 16 ? COLS : 2 * COLS;  // of the strips: with two parts, a cache line of a row
+    static constexpr int WIDE = COLS > 16 ? COLS : 2 * COLS;  // columns of a strip: with two parts, a cache line of a row
 
     struct Lines { const float *at = nullptr; int64_t ld = 0; };  // rows of floats
     struct Target { float *at; int64_t ld; };
@@ -134,18 +134,18 @@ class Total {
     const int64_t ldD = padded(D), ldE = padded(E + 1), ldF = padded(features), ldR = padded(columns(E));
 
     float *left;                    // rows on the left of a product: [v, 1], dy, f(q) or f(k)
-    float *x, *y;                   // rows that cannot be read where they are, or be written where they shall be
-    float *strips;                  // weighed rows, WIDE columns at a time
-    float *by[2], *scaled[2], *z;   // per position: cosine and sine, the same by the normaliser, the normaliser
+    float *x, *y;                   // copies of rows that cannot be read or written in place
+    float *strips;                  // rows of phi, WIDE columns at a time
+    float *by[2], *scaled[2], *z;   // per position: cosine and sine, the same over the normaliser, the normaliser
     float *states[2], *lost[2] = {nullptr, nullptr};
-    float *turned;                  // (D x E), its columns as those of a state
+    float *turned;                  // (D x E) transposed, its columns laid out like a state's
     Angles angles;
     Soon soon{2};
 
-    // Where number d of part p stands, and how many such columns there are.
+    // The column of number d of part p, and how many such columns there are.
     int64_t column(int64_t p, int64_t d) const { return s.parts == 1 ? d : d / HALF * COLS + p * HALF + d % HALF; }
     int64_t columns(int64_t size) const { return s.parts == 1 ? size : (size + HALF - 1) / HALF * COLS; }
-    // what(part, first, n) for all runs of numbers that stand side by side.
+    // what(part, first, n) for all runs of numbers in adjacent columns.
     template <class What>
     void blocks(int64_t size, What what) const {
         for (int64_t p = 0; p < s.parts; p++)
@@ -156,12 +156,12 @@ class Total {
         soon.clear();
         angles.from(s.theta * static_cast<double>(s.position + position), n, by[0], by[1]);
     }
-    // Having loaded rows, think of the next chunk's.
+    // Called when rows are loaded: the next chunk's are prefetched.
     void foresee(const Rows &rows, int64_t first, int64_t limit, int64_t columns) {
         soon.add(rows, first + C, std::min(first + 2 * C, limit), columns);
     }
 
-    // Rows where they are, if whole strips may be read there, else brought to x; those of masked keys are zero.
+    // Rows in place, if whole strips may be read there, else copied to x; those of masked keys are zero.
     static bool is_whole(const Rows &rows, int64_t size) { return rows.is_plain() && size % WIDE == 0; }
     Lines lines(const Rows &rows, int64_t first, int64_t n, int64_t size, bool masked) {
         if (is_whole(rows, size) && !masked) return {rows.plain(first), rows.row};
@@ -208,7 +208,7 @@ class Total {
         }
     }
 
-    // z = the last row that the queries in `left` would read
+    // z = the normalisers that the queries in `left` read
     template <int PARTS>
     void normalisers(const State &state, int64_t n) {
         const float *norms = state.at + E * ldF;
@@ -235,7 +235,7 @@ class Total {
         }
         state.empty = false;
     }
-    // Strips of phi: of the numbers from d on.
+    // Strips of phi, of the numbers from d on.
     template <int PARTS, int WIDTH>
     void weigh(const Lines &from, int64_t d, int64_t n) const {
         const float least = this->least();
@@ -262,7 +262,7 @@ class Total {
         else gemm<Plain>(n, size, steps, left, ld, state, ld_state, Joined<1>{to.at, to.ld, {by[0], by[1]}, x, through.ld}, soon);
     }
 
-    // Where a product goes: to the caller's rows, if they can be written a strip at a time, else to y, from where `put` brings it there.
+    // Where a product goes: to the caller's rows, if they can be written a strip at a time, else to y, from which `put` copies it there.
     Target target(const Rows &rows, int64_t first, int64_t size) const {
         if (is_whole(rows, size)) return {rows.plain(first), rows.row};
         return {y, padded(size)};

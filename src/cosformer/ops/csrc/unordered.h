@@ -35,10 +35,10 @@ class Unordered {
     const int64_t threads_;
     Total total_;
 
-    // Threads worth using for so many positions.
+    // Threads worth using for this many positions.
     int64_t threads_for(int64_t positions) const { return std::max<int64_t>(1, std::min(threads_, positions / s.chunk() / 8)); }
 
-    // what(worker, thread, first, n) for every chunk; the workers turn the state that is read.
+    // what(worker, thread, first, n) for every chunk; the workers first transpose the state that is read, if any.
     template <class What>
     void each(int64_t positions, const State *state, What what) {
         const int64_t chunk = s.chunk(), count = (positions + chunk - 1) / chunk, threads = threads_for(positions);
@@ -54,7 +54,7 @@ class Unordered {
         });
     }
 
-    // The same into a state: each thread has its own, and they are summed.
+    // The same, adding to a state: each thread has its own, and they are summed.
     template <class What>
     void collect(int64_t positions, State &state, What what) {
         const int64_t size = total_.state_size(), threads = threads_for(positions);

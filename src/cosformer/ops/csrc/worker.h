@@ -1,4 +1,4 @@
-// One thread at work on one chunk of one sequence whose order matters: the three products (push, read, pull), storing.
+// One thread's work on a chunk of a sequence whose order matters: the three products (push, read, pull), and storing.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@ class Worker : public Pairs {
   public:
     using Pairs::Pairs;
 
-    // The states of a sweep that no other thread takes part in.
+    // The states of a sweep by one thread.
     Carry carry(bool with_s, bool with_t) const {
         Carry c;
         if (with_s) c.s.at = state_s, c.s.lost = lost_s;
@@ -33,7 +33,7 @@ class Worker : public Pairs {
         else transpose(state.at, ldF, E + 1, F, data, to.row);
     }
 
-    // Forward: queries read, keys push.  A chunk that only collects for a later sweep does not emit.
+    // Forward: queries read, keys push.  Without emit a chunk only updates the state, for a later pass.
     void forward(const Chunk &c, Carry &carry, const Sweep &sweep, bool emit, bool push) {
         place(c, sweep);
         if (s.rate_per_position && sweep.local && emit && c.queries && c.keys) weigh(c.n, !s.causal, true);
@@ -83,7 +83,7 @@ class Worker : public Pairs {
     void push(State &state, const float *rows, const float *x, int64_t n) {
         if (!n && (state.empty || total == 1)) return;
         for (int64_t i = 0; i < n; i++)
-            for (int64_t p = 0; p < s.parts; p++)  // in this order: a part's last vector may run into the next part
+            for (int64_t p = 0; p < s.parts; p++)  // in this order: a part's last vector may overlap the next part
                 for (int64_t d = 0; d < D; d += W) store(phi + i * ldF + p * D + d, push_by[p][i] * load(x + i * ldD + d));
         gemm<Transposed>(E + 1, F, n, rows, ldE, phi, ldF, Added{state.at, ldF, state.empty ? 0 : static_cast<float>(total), state.lost}, soon);
         state.empty = false;
@@ -101,7 +101,7 @@ class Worker : public Pairs {
         gemm<Plain>(E + 1, n, F, state.at, ldF, phit, ldC, Added{yt, ldC}, soon);
     }
 
-    // dx = gradient of f(x) from that of the rows read; x itself serves the decay's gradient.  False: there was nothing to pull.
+    // dx = gradient of f(x) from that of the rows read; x itself is for the decay's gradient.  False if there was nothing to pull.
     bool pull(const State &state, const float *dyx, const float *x, const Chunk &c, const Sweep &sweep) {
         if (state.empty) {
             std::fill_n(dx, c.n * ldD, 0.f);
@@ -138,7 +138,7 @@ class Worker : public Pairs {
         for (int64_t d = 0; d < n; d++) to[d] += p[d * from.column];
     }
 
-    // dx through f, to the caller.
+    // dx through f, written to the caller's tensor.
     void write_gradient(const Rows &to, int64_t row, int64_t n, const float *x, bool adding, bool keys) {
         for (int64_t i = 0; i < n; i++) {
             float *g = dx + i * ldD;

@@ -1,9 +1,9 @@
 """The block sizes of the triton kernels, read from blocks.json: a table by size and device, no autotuner.
 
-A row serves keys and values up to its `size`, factors of matrix products of so many `bits` (16: bfloat16, 19:
-TF32, 32: exact float32, which needs more registers), and any device with as much `shared` memory; or, if
-`device` names one, that alone. The first row that serves is taken. `cosformer bench --device cuda --tune`
-puts the rows of a device on top.
+A row applies to keys and values up to its `size`, to operands of matrix products of `bits` bits (16:
+bfloat16, 19: TF32, 32: exact float32, which needs more registers), and to any device with at least that much
+`shared` memory, or only to `device` if named. The first row that applies is used. `cosformer bench --device
+cuda --tune` puts the rows of a device on top.
 """
 
 import json
@@ -24,11 +24,11 @@ class Tiles(NamedTuple):
 
     @property
     def launched(self) -> dict[str, int]:
-        """What Triton is told at a launch; fused multiply-adds are said aloud, since its default changes."""
+        """Triton's launch options; fused multiply-adds are explicit, since the default changes."""
         return {"num_warps": self.warps, "num_stages": self.stages, "enable_fp_fusion": True}
 
     def within(self, D: int, E: int) -> "Tiles":
-        """The tiles no larger than these sizes need; a matrix product takes 16 at least."""
+        """The tiles, no larger than these sizes need; a matrix product needs at least 16."""
         return self._replace(key=min(self.key, _power(D)), value=min(self.value, _power(E)))
 
 
@@ -52,12 +52,12 @@ class Row(NamedTuple):
     blocks: Blocks
 
 
-INTERPRETED = Blocks(32, 2, *(Tiles(16, 16, 4, 1) for _ in range(3)))  # so that small sizes need several
+INTERPRETED = Blocks(32, 2, *(Tiles(16, 16, 4, 1) for _ in range(3)))  # small, so that tests need several
 
 
 @cache
 def rows() -> list[Row]:
-    """The table of this process."""
+    """The table, read once per process."""
     found = []
     for device, size, bits, shared, chunk, steps, *tiles in json.loads(FILE.read_text()):
         found.append(Row(device, size, bits, shared, Blocks(chunk, steps, *(Tiles(*t) for t in tiles))))
@@ -65,20 +65,20 @@ def rows() -> list[Row]:
 
 
 def put(row: Row) -> None:
-    """Puts a row on top of the table, for the one about the same if there is one."""
+    """Put a row on top of the table, replacing the one for the same case, if any."""
     rows()[:] = [row, *(other for other in rows() if other[:4] != row[:4])]
     blocks.cache_clear()
 
 
 def save() -> None:
-    """Writes the table, one row a line."""
+    """Write the table, one row a line."""
     lines = [json.dumps([*row[:4], *row.blocks]) for row in rows()]
     FILE.write_text("[\n" + ",\n".join(lines) + "\n]\n")
 
 
 @cache
 def blocks(D: int, E: int, bits: int, device: str, shared: int) -> Blocks:
-    """Those for a call; `device` is its name, `shared` the shared memory that a program may use there."""
+    """The blocks of a call; `device` is the device's name, `shared` the shared memory of a program there."""
     found = next(
         row.blocks
         for row in rows()
@@ -95,5 +95,5 @@ def fitted(found: Blocks, D: int, E: int) -> Blocks:
 
 
 def _power(n: int) -> int:
-    """The least power of two that is not below n, and at least 16."""
+    """The least power of two that is at least n, and at least 16."""
     return max(16, 1 << (n - 1).bit_length())

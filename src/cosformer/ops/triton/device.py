@@ -10,14 +10,14 @@ import triton.language as tl
 from . import blocks as table
 from .blocks import Blocks, fitted
 
-VERSION = triton.__version__  # whatever it was installed as: torch for AMD brings one of another name
+VERSION = triton.__version__  # not from package metadata: torch for AMD installs it by another name
 INTERPRETED = triton.knobs.runtime.interpret  # on the CPU: slow, exact, for tests
 
 
 def arithmetic(dtype: torch.dtype, device: torch.device) -> tuple[Any, Any, str]:
-    """How matrix products round: see Options.
+    """How matrix products round: `rounded`, `dot` and `precision` of Options.
 
-    float16 has no room for sums over tokens; TF32 has that room, and as many digits.
+    float16 lacks the range for sums over tokens; TF32 has it, and as many digits.
     """
     if dtype == torch.bfloat16:
         return tl.bfloat16, tl.float32 if INTERPRETED else tl.bfloat16, "ieee"
@@ -27,7 +27,7 @@ def arithmetic(dtype: torch.dtype, device: torch.device) -> tuple[Any, Any, str]
 
 @cache
 def has_tf32(device: torch.device) -> bool:
-    """NVIDIA's have it since Ampere, of AMD's the MI300 family. On others products are exact, and slow."""
+    """NVIDIA has TF32 since Ampere, AMD in the MI300 family. Elsewhere products are exact, and slow."""
     if device.type != "cuda":
         return INTERPRETED
     if torch.version.hip:
@@ -36,7 +36,7 @@ def has_tf32(device: torch.device) -> bool:
 
 
 def bits(dtype: torch.dtype, device: torch.device) -> int:
-    """Of a factor of a matrix product, as the table of block sizes counts them."""
+    """The bits of a matrix product's operand, as the table of block sizes counts them."""
     rounded, _, precision = arithmetic(dtype, device)
     return 16 if rounded is tl.bfloat16 else 19 if precision == "tf32" else 32
 

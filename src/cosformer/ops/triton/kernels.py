@@ -1,24 +1,24 @@
 """The kernels of the triton backend: three do all the work, each in two roles.
 
-A call has two sides, queries and keys. Each has features f, which are q or k, and values u: v for the keys;
-in the backward, for the queries, the gradient m of their sums. The backward then reads states in the same two
-ways as the forward (_torch.py has the derivation):
+A call has two sides, queries and keys. Each has features f (q or k) and values u: for keys v and, in the
+backward, for queries the gradient m of their sums. So the backward reads states just as the forward does
+(derived in _torch.py):
 
-    gather   state = sum_t phi(f_t) u_t^T                    of keys; of queries it is the backward's mirror
+    gather   state = sum_t phi(f_t) u_t^T                    over keys; over queries, the backward's mirror
     read     phi(f_i) state + sum_j w_ij (f_i . f_j) u_j     read by queries: out; by keys: dv
     grad     dphi(state u_i) + sum_j w_ij (u_i . u_j) f_j    read by queries: dq; by keys: dk
 
     w_ij = cos(theta (p_i - p_j)) exp(-|A_i - A_j|)
 
-Both sides stand on one axis of positions, cut into chunks of C. `gather` walks along it and leaves the
-state that enters each chunk; `read` and `grad` take all chunks at once: a state brings in what is far, the
-sums over j stay in the chunk. A bidirectional call without decay needs no walk: one state holds all of the
-other side.
+Both sides share one axis of positions, cut into chunks of C. `gather` walks along it and stores the state
+that enters each chunk; `read` and `grad` take all chunks in parallel: the state stands for tokens outside the
+chunk, the sums over j are within it. A bidirectional call without decay needs no walk: one state holds the
+whole other side.
 
 The normaliser is the state of the value 1, kept as a vector beside the matrix. A token's `unit` is what it
-adds there: 1 for a key, dz for a query. Sums and states are float32; angles and running sums of rates are
+adds there: 1 for a key, dz for a query. Sums are float32; angles and running sums of rates are
 float64 until their differences are taken; no exponent is positive. A tile has BK of the D columns of f and
-BV of the E columns of u; BK and BV are powers of two, D and E need not be. Nothing is added atomically.
+BV of the E columns of u; BK and BV are powers of two, D and E need not be. No addition is atomic.
 """
 
 from typing import Any, NamedTuple
@@ -52,15 +52,15 @@ from .tiles import (
 
 @triton.jit
 def _taken(S, z, f, u, unit, opt: tl.constexpr):
-    """A state with the tokens of a chunk taken in."""
+    """A state and its normaliser after a chunk's tokens are added."""
     return product(tl.trans(f), u, S, opt), z + tl.sum(rounded(f, opt).to(tl.float32) * unit[:, None], 0)
 
 
 @triton.jit
 def gather(side, axis, weights, first, each, last, opt: tl.constexpr):
-    """The state that enters each chunk, starting from `first`, and the `last`; each of the three may be None.
+    """Store the state that enters `each` chunk, from `first` on, and the `last`; all three may be None.
 
-    It walks in steps of a part of a chunk: fewer tokens at a time need fewer registers. Grid: heads, rows and
+    It walks in steps shorter than a chunk: fewer tokens at a time need fewer registers. Grid: heads, rows and
     stretches; tiles of D; tiles of E.
     """
     axis, weights = plain(axis), plain_weights(weights)
@@ -112,11 +112,11 @@ def gather(side, axis, weights, first, each, last, opt: tl.constexpr):
 
 
 class Reading(NamedTuple):
-    """How the tokens of a reader turn and fade on the way to a state."""
+    """Decay and rotation of a reader's tokens relative to a state."""
 
     g: Any  # the running sum of rates
-    left: Any  # what decay leaves up to the chunk's left end ...
-    right: Any  # ... and up to its right end
+    left: Any  # decay from the chunk's left end ...
+    right: Any  # ... and from its right end
     cos: Any
     sin: Any
 
@@ -154,7 +154,7 @@ def _read_state(total, z, side, at, head, faded, here, states, n, h, e, opt: tl.
 
 @triton.jit
 def _clamped(z, eps, opt: tl.constexpr):
-    """The normaliser held away from zero; signed, on its own side of zero. NaN stays."""
+    """The normaliser held away from zero; if signed, it keeps its sign. NaN stays."""
     if opt.signed:
         return tl.where(tl.abs(z) < eps, tl.where(z < 0, -eps, eps), z)
     else:
@@ -163,7 +163,7 @@ def _clamped(z, eps, opt: tl.constexpr):
 
 @triton.jit
 def read(out, strides, norm, eps, reader, source, axis, weights, before, after, opt: tl.constexpr):
-    """Sums over the values that a reader sees; with a `norm`, divided by those over the units, stored there.
+    """Sums over the values a reader sees; with `norm`, divided by the sums over units, stored there.
 
     Grid: chunks, tiles of E, heads of the reader.
     """
@@ -225,11 +225,11 @@ def _grad_state(side, at, head, here, states, n, h, d, opt: tl.constexpr):
 
 @triton.jit
 def grad(out, strides, dA, reader, source, axis, weights, before, after, opt: tl.constexpr):
-    """The gradient of a reader's f; with decay also of its A, as (B, H, length, tiles of D), to be added up.
+    """The gradient of a reader's f; with decay also of its A, as partial sums (B, H, length, tiles of D).
 
-    What comes from before a token pulls its A down, what comes from after it pulls up. What stands at its own
-    position does neither and is kept out of that sum: taken out again later, it would leave its rounding
-    errors, and under strong decay nothing else. Grid: chunks, tiles of D, heads of the reader.
+    Tokens before a token lower its dA, those after raise it. Its own position does neither and is kept out of
+    that sum: subtracted later, it would leave its rounding errors, and under strong decay nothing else.
+    Grid: chunks, tiles of D, heads of the reader.
     """
     axis, weights = plain(axis), plain_weights(weights)
     r, c = chunk_at(axis, tl.program_id(0))
@@ -277,7 +277,7 @@ def grad(out, strides, dA, reader, source, axis, weights, before, after, opt: tl
 
 @triton.jit(do_not_specialize=["length", "heads"])
 def weigh(scale, unit, norm, eps, out, out_strides, dout, dout_strides, length, heads, opt: tl.constexpr):
-    """The gradient m_i of a query's sums, as the scale of its dout and its unit.
+    """The gradient m_i of each query's sums, stored as the scale of its dout and its unit.
 
     Grid: chunks of all rows and heads.
     """

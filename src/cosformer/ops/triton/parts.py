@@ -1,7 +1,7 @@
 """The parts of an axis: chunks that are walked and read together, few enough for their states to find room.
 
 Rows of one length are cut across: a part has some chunks of every row, and states are carried from part to
-part. Packed sequences are rows of their own and know nothing of one another: a part has some of them, whole.
+part. Packed sequences are rows of their own, independent of one another: a part has some of them, whole.
 """
 
 from collections import OrderedDict
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..call import capturing, lasting
 
-KEPT = 8  # packings, for all layers of a model: to another device each is a transfer
+KEPT = 8  # packings cached for all layers of a model: each is a transfer to the device
 
 
 class Part(NamedTuple):
@@ -21,7 +21,7 @@ class Part(NamedTuple):
     rows: int
     chunks: int  # of the longest row ...
     all: int  # ... and of all rows
-    skip: int = 0  # of each row, in the parts before
+    skip: int = 0  # chunks of each row in earlier parts
     table: Tensor | None = None  # packed: the boundaries, the first chunk of each row, the row of each chunk
 
 
@@ -29,26 +29,26 @@ class Packed(NamedTuple):
     """Packed sequences."""
 
     parts: list[Part]
-    begin: Tensor  # of the sequence of each token
-    end: Tensor
+    begin: Tensor  # for each token, where its sequence begins ...
+    end: Tensor  # ... and ends
 
 
 def cut(rows: int, chunks: int, room: int) -> list[Part]:
-    """Rows in parts of nearly the same number of chunks: of all rows as many as there is room for, of each
-    row four at least."""
+    """Parts with nearly equal numbers of chunks: as many of all rows as there is room for, but at least four
+    of each row."""
     count = max(1, -(-chunks // max(4, room // max(1, rows))))
     edges = [-(-chunks * i // count) for i in range(count + 1)]
     return [Part(rows, b - a, rows * (b - a), skip=a) for a, b in zip(edges, edges[1:])]
 
 
-_packings: OrderedDict[tuple, dict[int, Packed]] = OrderedDict()  # by boundaries, ..., then by stream
+_packings: OrderedDict[tuple, dict[int, Packed]] = OrderedDict()  # by `packed`'s arguments, then stream
 
 
 def packed(boundaries: tuple[int, ...], chunk: int, room: int, device: torch.device) -> Packed:
-    """Sequences in parts of as many chunks as there is room for, of one sequence at least.
+    """Parts of as many chunks as there is room for, but at least one sequence.
 
-    What is sent to a device on one stream another might read too soon: each has its own. A graph is captured
-    on a stream of its own, too, where nothing can be sent; but before that all streams were waited for.
+    Each stream has its own copy, since another stream might read it before it has arrived. A graph is
+    captured on a stream of its own, where nothing can be sent; but capture first waits for all streams.
     """
     key, stream = (boundaries, chunk, room, device), _stream(device)
     known = _packings.pop(key, {})

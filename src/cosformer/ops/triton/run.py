@@ -1,10 +1,10 @@
 """From a call to launches of kernels.
 
-A bidirectional call without decay gathers one state and reads it: two launches. Any other walks: a state
-is carried along the axis of positions, and what enters each chunk is kept in scratch memory for the readers,
-who take all chunks at once. Where that memory would pass SCRATCH bytes the axis is cut into parts (parts.py),
-walked and read one after another. The backward does so for the queries, then for the keys. Nothing waits for
-the device.
+A bidirectional call without decay gathers one state and reads it: two launches. Any other call walks:
+a state is carried along the axis of positions, and the states that enter chunks are kept in scratch memory
+for the readers, which take all chunks in parallel. If these would exceed SCRATCH bytes, the axis is cut into
+parts (parts.py), walked and read one after another. The backward does so for the queries, then for the keys.
+Nothing waits for the device.
 """
 
 import math
@@ -23,8 +23,8 @@ from .blocks import Tiles
 from .parts import Part, cut, packed
 from .tiles import Axis, Options, Place, Side, States, Weights, odd, travelling
 
-SCRATCH = 256 * 2**20  # bytes of states that enter chunks: with fewer there are more launches
-PROGRAMS = 512  # keep a device busy: a sum over all tokens is cut into stretches until there are as many
+SCRATCH = 256 * 2**20  # bytes for states that enter chunks; fewer mean more launches
+PROGRAMS = 512  # to keep a device busy: a sum over all tokens is cut into stretches to get as many
 
 
 def forward(x: Inputs, call: Call) -> Outputs:
@@ -46,7 +46,7 @@ def backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> Grads:
     if dA_query is None or dA_key is None:
         return grads
     query, key = (t.sum(-1, dtype=torch.float64) for t in (dA_query, dA_key))
-    if upstream.dafter is not None and x.k.shape[2]:  # the state handed out is faded, too
+    if upstream.dafter is not None and x.k.shape[2]:  # the returned state has decayed, too
         assert y.after is not None
         key[:, :, -1] -= (upstream.dafter * y.after).sum((-2, -1))
     return grads._replace(decay=run.rate_gradient(query, key))
@@ -58,13 +58,13 @@ class _Party(NamedTuple):
     side: Side
     place: Place
     heads: int
-    group: int  # query heads that share one of them
-    sees: str  # what is before it, after it, or both
+    group: int  # query heads per head of this party
+    sees: str  # "before", "after" or "both"
 
 
 class _Entering(NamedTuple):
-    """The states that enter the chunks of a part from the left and from the right; None where nothing does.
-    Without a part it is one state for all chunks of a row."""
+    """The states that enter the chunks of a part from the left and from the right, or None. Without a part:
+    one state for all chunks of a row."""
 
     part: Part | None
     before: States | None = None
@@ -85,7 +85,7 @@ class _Run:
         C = self.blocks.chunk
         _, _, F, columns = self.state_shape
         each = self.H * F * (columns - 1) * self.kept.itemsize * (2 if self.two_sided else 1)
-        self.fitting = max(1, SCRATCH // max(1, each))  # chunks whose states find room
+        self.fitting = max(1, SCRATCH // max(1, each))  # chunks whose states fit in SCRATCH
         self.packed = None
         if x.cu_seqlens is not None:
             self.packed = packed(tuple(x.cu_seqlens.tolist()), C, self.fitting, self.device)
@@ -100,7 +100,7 @@ class _Run:
             strides = decay.stride() if decay.ndim == 3 else (0, decay.stride(0), 0)
             self.weights = Weights(angles, decay, *map(odd, strides))
 
-        # On a walk both stand on one axis; queries far behind all keys move up to the next chunk there.
+        # On a walk both share one axis; queries far after all keys move up to the chunk after these.
         start = min(call.q_offset, _up(S, C) * C) if self.walks else 0
         self.length = max(start + L, S)
         self.rooms: dict[bool, States] = {}
@@ -119,13 +119,13 @@ class _Run:
         return Part(self.B, chunks, self.B * chunks)
 
     def axis(self, part: Part, own: _Party, other: _Party | None = None) -> Axis:
-        """That part, as kernels take it."""
+        """A part as kernels take it."""
         length = self.length if self.walks else own.place.length
         chunks, places = (part.chunks, part.skip, part.chunks), (own.place, (other or own).place)
         return Axis(self.H, part.rows, length, *chunks, self.call.position, *places, part.table)
 
     def weighed(self, dout: Tensor, y: Outputs) -> _Party:
-        """The queries with what the backward takes for their values."""
+        """The queries, with m as their values for the backward."""
         norm, length = y.norm.contiguous(), y.norm.shape[2]  # vmap may have expanded it
         scale, unit = torch.empty_like(norm), torch.empty_like(norm)
         grid = (self.B * self.H * _up(length, self.options.C),)
@@ -140,7 +140,7 @@ class _Run:
         self, party: _Party, first: Tensor | None, last: Tensor | None = None, known: Tensor | None = None
     ) -> Iterator[_Entering]:
         """Part by part, the states of one party as the other reads them; `last` receives the one after all
-        tokens. Where nothing walks there is one state for each row, which may be known already."""
+        tokens. Without a walk there is one state per row, which may be `known` already."""
         if known is not None:
             yield _Entering(None, _states(known))
         elif self.packed is not None:  # each part on its own
@@ -158,7 +158,7 @@ class _Run:
     def walked(
         self, party: _Party, parts: list[Part], first: Tensor | None, last: Tensor | None
     ) -> Iterator[_Entering]:
-        """Parts that follow one another; a state goes from each to the next."""
+        """Consecutive parts; a state is carried from each to the next."""
         rightward = party.sees == "after"
         if self.two_sided:
             right, before = self.ends(party, parts), None
@@ -175,7 +175,7 @@ class _Run:
             first = after
 
     def ends(self, party: _Party, parts: list[Part]) -> list[Tensor | None]:
-        """What enters each part from its right, that of the first part last."""
+        """The states that enter each part from its right, the first part's last."""
         found: list[Tensor | None] = [None]
         for part in reversed(parts[1:]):
             after = self.carry()
@@ -184,7 +184,7 @@ class _Run:
         return found
 
     def carry(self) -> Tensor:
-        """One state of every row."""
+        """Memory for one state per row."""
         return self.sums(*self.state_shape)
 
     def total(self, party: _Party, part: Part, first: Tensor | None, last: Tensor | None) -> Tensor:
@@ -205,7 +205,7 @@ class _Run:
     def walk(
         self, party: _Party, part: Part, first: Tensor | None, last: Tensor | None = None, leftward=False
     ) -> States | None:
-        """The states that enter the chunks of a part, (chunks, H, F, E). What enters the only one of a row is
+        """The states that enter the chunks of a part, (chunks, H, F, E); with one chunk per row, that is
         `first`."""
         each = self.room(part.all, leftward and self.two_sided) if part.chunks > 1 else None
         if each is not None or last is not None:
@@ -213,7 +213,7 @@ class _Run:
         return each if each is not None or first is None else _states(first)
 
     def room(self, chunks: int, another: bool) -> States:
-        """The same for every part, and for both passes of a backward: the device does one after another."""
+        """Scratch, reused by all parts and both passes of a backward: the device runs them in order."""
         if another not in self.rooms or len(self.rooms[another].matrix) < chunks:
             self.rooms.pop(another, None)
             _, H, F, columns = self.state_shape
@@ -250,13 +250,13 @@ class _Run:
     def read(
         self, out: Tensor, own: _Party, other: _Party, states: _Entering, norm: Tensor | None = None
     ) -> None:
-        """What a party reads of the other's values; with a norm, divided by it."""
+        """What a party reads from the other's values; with a norm, divided by it."""
         tiles = self.blocks.read
         across = _up(self.options.E, tiles.value)
         self.look(kernels.read, tiles, across, own, other, states, *_strided(out), norm, self.call.eps)
 
     def owed(self, party: _Party) -> Tensor | None:
-        """With decay, room for the gradient of a party's A, to be added up over the tiles of D."""
+        """With decay, memory for the gradient of a party's A, in one partial sum per tile of D."""
         if self.options.decay is None:
             return None
         return self.sums(self.B, self.H, party.place.length, _up(self.options.D, self.blocks.grad.key))
@@ -276,7 +276,7 @@ class _Run:
         states: _Entering,
         *results: Any,
     ) -> None:
-        """One party looks at the other, all chunks of a part at once, in so many tiles across."""
+        """One party reads the other: all chunks of a part in parallel, `across` tiles wide."""
         part, before, after = states
         part = part or self.whole(own)
         axis = travelling(self.axis(part, own, other))
@@ -298,7 +298,7 @@ class _Run:
         assert self.x.decay is not None
         if self.x.decay.ndim == 3:
             total = running_sum((query + key).flip(-1)).flip(-1)
-            if self.packed is not None:  # without the sequences behind
+            if self.packed is not None:  # without the sequences after it
                 total = total - torch.nn.functional.pad(total, (0, 1))[..., self.packed.end]
             return total.to(self.x.decay.dtype)
         at = torch.arange(1, max(query.shape[2], key.shape[2]) + 1, device=self.device)
@@ -308,7 +308,7 @@ class _Run:
         return (query.sum((0, 2)) + key.sum((0, 2))).to(self.x.decay.dtype)
 
 
-@lru_cache(maxsize=256)  # a launch costs the host as much as a small kernel takes
+@lru_cache(maxsize=256)  # launching takes the host as long as a small kernel runs
 def _options(options: Options, key: int, value: int, *changes: tuple[str, Any]) -> Options:
     return replace(options, BK=key, BV=value, **dict(changes))
 

@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 class Side(NamedTuple):
-    """The tensors of the queries or of the keys; None: not scaled, units of 1, all tokens kept."""
+    """The tensors of the queries or of the keys; None means unscaled, units of 1, all tokens kept."""
 
     f: Any  # (B, heads, length, D)
     f_strides: tuple
@@ -16,17 +16,17 @@ class Side(NamedTuple):
     u_strides: tuple
     scale: Any  # (B, H, length) float32, contiguous: u is multiplied by it
     unit: Any  # (B, H, length) float32, contiguous
-    keep: Any = None  # (B, length) bool, and how far on the next row and the next token are
+    keep: Any = None  # (B, length) bool, and its strides as `odd` has them
     keep_b: int = 0
     keep_t: int = 0
 
 
-# Triton compiles a kernel anew for integers that are 1 or multiples of 16, and in a tuple nothing turns that
-# off. It shall not for lengths and positions, so these travel as odd numbers above 1.
+# Triton compiles a kernel anew for integers that are 1 or multiples of 16, and inside a tuple nothing turns
+# that off. To avoid it for lengths and positions, they are passed as odd numbers above 1.
 
 
 def odd(n: int) -> int:
-    """How an integer travels."""
+    """Encode an integer so that Triton does not specialise on it."""
     return 2 * n + 3
 
 
@@ -44,25 +44,25 @@ class Axis(NamedTuple):
     heads: int  # of the queries
     rows: int
     length: int  # positions of a row
-    chunks: int  # of a row, or of the part of it that a launch takes ...
+    chunks: int  # of a row, or of the part of it in this launch ...
     skip: int  # ... and before that part
     stretch: int  # chunks that one program of `gather` walks
-    position: int  # of the axis' start among the angles
+    position: int  # of the axis' start, for the angles
     own: Place  # of the side that gathers or reads
     other: Place
     table: Any = None  # packed: the boundaries, the first chunk of each row, the row of each chunk
 
 
 def travelling(axis: Axis) -> Axis:
-    """The axis with its integers as they travel."""
+    """The axis with its integers encoded by `odd`."""
     *numbers, own, other, table = axis
     return Axis._make([*map(odd, numbers), Place(*map(odd, own)), Place(*map(odd, other)), table])
 
 
 class States(NamedTuple):
-    """Matrices (n, H, F, E) and normalisers (n, H, F), one of each for a chunk or for a row.
+    """Matrices (n, H, F, E) and normalisers (n, H, F), one of each per chunk or per row.
 
-    Those of chunks have the dtype to which a factor of a matrix product is rounded: nothing else reads them.
+    Matrices of chunks have the dtype of operands of matrix products, their only readers.
     """
 
     matrix: Any
@@ -72,13 +72,13 @@ class States(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """What w_ij is made of: radians per position (H,), in float64; rates, and how far on the next one is."""
+    """What w_ij is made of: radians per position (H,), in float64; rates and their strides."""
 
     theta: Any
     rates: Any = None
-    b: int = 0  # from row to row of the batch, 0 for rates per head ...
-    h: int = 0  # ... from head to head ...
-    t: int = 0  # ... and from position to position
+    b: int = 0  # over batch rows, 0 for rates per head ...
+    h: int = 0  # ... over heads ...
+    t: int = 0  # ... and over positions; all encoded by `odd`
 
 
 @dataclass(frozen=True)
@@ -90,30 +90,30 @@ class Options:
     C: int
     relu: bool
     cosine: bool
-    decay: str | None  # "head" or "position": what has a rate
+    decay: str | None  # "head" or "position": what has its own rate
     signed: bool
-    rounded: Any  # the dtype that factors of a matrix product are rounded to ...
+    rounded: Any  # the dtype that operands of matrix products are rounded to ...
     dot: Any  # ... the dtype in which they are multiplied ...
-    precision: str  # ... and how exactly, if that is float32
+    precision: str  # ... and its precision, if that is float32
     BK: int = 16
     BV: int = 16
-    group: int = 1  # query heads that share a head of the side that gathers or reads ...
+    group: int = 1  # query heads per head of the side that gathers or reads ...
     shared: int = 1  # ... and of the side that is read
-    steps: int = 1  # gather: so many to a chunk; C is then the tokens of a step
+    steps: int = 1  # gather: steps per chunk; C is then the tokens of a step
     leftward: bool = False  # gather: from the last chunk to the first
-    pairs: bool = True  # read, grad: also what stands in the same chunk
-    sees: str = "both"  # read, grad: what is "before", "after" or "both", besides its own position
+    pairs: bool = True  # read, grad: also pairs within the chunk
+    sees: str = "both"  # read, grad: tokens "before", "after" or "both", besides its own position
 
 
 class Tokens(NamedTuple):
     """The tokens of a side in a chunk."""
 
-    b: Any  # their place in the batch
+    b: Any  # their batch row
     t: Any  # (C,)
     exist: Any  # (C,)
     kept: Any  # (C,) those that exist and are not masked
-    flat: Any  # (C,) where (B, H, length) has them for the first head ...
-    length: Any  # ... and how far on for the next
+    flat: Any  # (C,) their offsets in (B, H, length) for the first head ...
+    length: Any  # ... and the stride to the next head
 
 
 # Where a program is
@@ -121,7 +121,7 @@ class Tokens(NamedTuple):
 
 @triton.jit
 def even(n):
-    """The integer that travelled as `odd` has it."""
+    """The integer that `odd` encoded."""
     return (n >> 1) - 1
 
 
@@ -132,7 +132,7 @@ def plain_place(place):
 
 @triton.jit
 def plain(axis):
-    """The axis with its integers as they are."""
+    """The axis with its integers decoded."""
     a = axis
     heads, rows, length, chunks = even(a.heads), even(a.rows), even(a.length), even(a.chunks)
     skip, stretch, position = even(a.skip), even(a.stretch), even(a.position)
@@ -150,7 +150,7 @@ def plain_weights(weights):
 
 @triton.jit
 def chunk_at(axis, index):
-    """Of all chunks the index-th: its row, and its number in the row."""
+    """The index-th of all chunks: its row, and its number in the row."""
     if axis.table is None:
         return index // axis.chunks, axis.skip + index % axis.chunks
     else:
@@ -160,7 +160,7 @@ def chunk_at(axis, index):
 
 @triton.jit
 def row_at(axis, r):
-    """A row's place in the batch, first token, number of positions, first of all chunks, number of chunks."""
+    """A row's batch index, first token, number of positions, first chunk among all, number of chunks."""
     if axis.table is None:
         return r.to(tl.int64), 0, axis.length, r * axis.chunks, axis.chunks
     else:
@@ -185,7 +185,7 @@ def tokens_at(side, place, axis, r, lo, opt: tl.constexpr):
     return Tokens(b, t, exist, kept, b * axis.heads * place.length + t, place.length)
 
 
-# Tiles of tokens. What is beyond D, E or the tokens, or masked, is never read: it is 0, whatever it holds.
+# Tiles of tokens. What is masked, or beyond D, E or the tokens, is never read and counts as 0.
 
 
 @triton.jit
@@ -197,7 +197,7 @@ def tile_at(x, strides, at, h, column):
 
 @triton.jit
 def inside(rows, column, size: tl.constexpr, block: tl.constexpr):
-    """Which of a tile exists; where blocks fill the size exactly, no column need be asked."""
+    """Which elements of a tile exist; if blocks fill the size exactly, columns need no check."""
     if size % block == 0:
         return rows[:, None]
     else:
@@ -233,15 +233,15 @@ def units(side, at, h):
         return tl.load(side.unit + at.flat + h * at.length, mask=at.kept, other=0.0)
 
 
-# What weighs a token
+# Angles and decay
 
 
 @triton.jit
 def cos_sin(weights, h, at):
-    """Cosine and sine of the angles at these positions, each within a spacing of float32.
+    """Cosine and sine of the angles at these positions, each within one unit of float32's last place.
 
-    The device's own would drag in their reduction of large arguments, and its registers with it. Here an
-    angle is reduced in float64: to quarters of a turn, and what is left, at most half a quarter.
+    The device's own would bring their reduction of large arguments, and its registers. Here an angle is
+    reduced in float64, to quarter turns and a remainder of at most half a quarter.
     """
     angle = tl.load(weights.theta + h) * at
     quarters = tl.floor(angle * 0.6366197723675814 + 0.5)  # 2 / pi
@@ -271,7 +271,7 @@ def rate_sums(weights, axis, r, h, lo, opt: tl.constexpr):
 
 @triton.jit
 def decayed(weights, place, h, distance, opt: tl.constexpr):
-    """What decay leaves of a token over this distance, a sum of rates, and over its side's shift."""
+    """Decay of a token over this distance, a sum of rates, and over its side's shift."""
     if opt.decay == "head":
         distance += tl.load(weights.rates + h * weights.h).to(tl.float64) * place.shift
     return tl.exp(-distance.to(tl.float32))
@@ -284,19 +284,19 @@ def pair_weights(weights, h, g, opt: tl.constexpr):
     if opt.cosine:
         cos, sin = cos_sin(weights, h, tl.arange(0, opt.C))
         w = cos[:, None] * cos[None, :] + sin[:, None] * sin[None, :]
-    if opt.decay is not None:  # g as the sum of two float32: exact enough, and float64 is slow in a matrix
+    if opt.decay is not None:  # g as the sum of two float32: exact enough, and a float64 matrix is slow
         high = g.to(tl.float32)
         low = (g - high.to(tl.float64)).to(tl.float32)
         w *= tl.exp(-tl.abs((high[:, None] - high[None, :]) + (low[:, None] - low[None, :])))
     return w
 
 
-# Matrix products, and tiles of states: rows d of the cosines, or of the sines below them
+# Matrix products, and tiles of states, whose D rows of sines are below the D rows of cosines
 
 
 @triton.jit
 def rounded(x, opt: tl.constexpr):
-    """x as a matrix product takes it."""
+    """x as an operand of a matrix product."""
     return x.to(opt.rounded).to(opt.dot)
 
 
