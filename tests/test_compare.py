@@ -10,7 +10,7 @@ import torch
 from cosformer import compare, reference, tasks
 from cosformer.compare import budget, comparison, looks, plan, quality
 from cosformer.compare.comparison import Comparison
-from cosformer.compare.quality import Cell
+from cosformer.compare.quality import TrainingCell
 from cosformer.results import Cost, Exactness, Machine, Picture, Positions, Quality, Run, Search, of, read
 from cosformer.train import models
 
@@ -214,7 +214,7 @@ def test_every_mixer_is_searched_alike_and_trained_with_its_best_rate(tmp_path, 
 
 def test_a_subject_may_take_the_rate_found_on_another(tmp_path):
     """The search runs on that subject, with its share of the steps, and only once."""
-    first = dataclasses.replace(TOY, rates=(1e-30, 1e-3), searched=0.5)
+    first = dataclasses.replace(TOY, rates=(1e-30, 1e-3), search_share=0.5)
     others = [dataclasses.replace(first, name=f"copy-{n}", search_on=first) for n in (2, 3)]
     rows = run(tmp_path, subjects=others, mixers=["cosformer"], seeds=[0], steps=20)
     assert [(row.subject, row.rate, row.steps) for row in of(rows, Search)] == [
@@ -232,7 +232,7 @@ def test_loss_by_position_has_the_mean_of_the_whole(tmp_path):
     subject = dataclasses.replace(TOY, name="lm", task="lm", settings=settings, by_position=True)
     (row,) = of(run(tmp_path / "out", subjects=[subject], mixers=["cosformer"]), Positions)
     assert row.ends == [16, 32, 63] and row.texts >= 1
-    cell = Cell(subject, "cosformer", 0, tmp_path / "out")
+    cell = TrainingCell(subject, "cosformer", 0, tmp_path / "out")
     task = quality.task_of(cell.run(4, 1e-3))
     model = models.load(str(cell.folder("lm")), task.kind).eval()
     windows = [
@@ -344,13 +344,13 @@ def test_cost_takes_no_more_than_twice_its_share_of_the_time(tmp_path, monkeypat
 def test_a_text_of_a_few_rows_is_enough(tmp_path):
     (tmp_path / "a.txt").write_text("a few words, again and again. " * 60)
     subject = plan.demo(str(tmp_path / "a.txt"), 64)[0]
-    assert budget.seconds_a_step(Cell(subject, "cosformer", 0, tmp_path)) > 0
+    assert budget.seconds_a_step(TrainingCell(subject, "cosformer", 0, tmp_path)) > 0
 
 
 def test_a_step_is_timed_on_batches_like_those_of_the_training(monkeypatch, tmp_path):
     """If grouped by length, on texts of similar length from the longer half; else in the given order."""
     grouped = dataclasses.replace(TOY, training=plan.ALIKE)
-    cell, seen = Cell(TOY, "elu", 0, tmp_path), []
+    cell, seen = TrainingCell(TOY, "elu", 0, tmp_path), []
     task = quality.task_of(cell.run(1, 1e-3))
     batch = task.collate([task.train[i] for i in range(4)])
     rows = [{"input_ids": torch.arange(2 + 5 * i % 32)} for i in range(32)]

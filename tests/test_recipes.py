@@ -11,7 +11,7 @@ from transformers import Seq2SeqTrainingArguments
 
 from cosformer import tasks
 from cosformer.train import Run, SettingsError, dryrun
-from cosformer.train.cli import parse, train, train_parser
+from cosformer.train.cli import parse, train_parser, train_verb
 from cosformer.train.settings import DEFAULTS, read_recipe
 
 ROOT = Path(__file__).parents[1]
@@ -91,7 +91,7 @@ def test_laptop_recipe_trains(path, capsys):
     if data:
         Path(data).write_text("A line of text, and another.\n" * 400)
         toy = [*toy, "--data", data]
-    train(["--recipe", str(path), "--dry-run", *toy])
+    train_verb(["--recipe", str(path), "--dry-run", *toy])
     said = capsys.readouterr().out
     assert "2 real steps" in said and said.endswith("sound\n")
 
@@ -126,5 +126,5 @@ def test_too_large_a_model_has_its_shapes_checked(monkeypatch, capsys):
 
 @pytest.mark.slow
 def test_paper_recipe_trains(capsys):
-    train(["--recipe", str(ROOT / "recipes/paper/wikitext-lm-45m.toml"), "--dry-run"])
+    train_verb(["--recipe", str(ROOT / "recipes/paper/wikitext-lm-45m.toml"), "--dry-run"])
     assert "2 real steps" in capsys.readouterr().out

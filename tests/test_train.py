@@ -67,7 +67,7 @@ def test_of_equals_the_one_with_the_lowest_loss_is_the_best(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("training", "while_training", "at_end"),
+    ("training", "while_training", "final"),
     [
         ({"max_steps": 100, "eval_steps": 10}, 6, 100),  # 40 rows are trained on between two evaluations
         ({"max_steps": 1000, "eval_steps": 10, "gradient_accumulation_steps": 2}, 13, 1000),
@@ -76,12 +76,12 @@ def test_of_equals_the_one_with_the_lowest_loss_is_the_best(monkeypatch):
         ({"num_train_epochs": 50, "max_steps": -1, "eval_strategy": "epoch"}, 4, 150),
     ],
 )
-def test_evaluation_is_sized_by_the_settings(training, while_training, at_end):
+def test_evaluation_is_sized_by_the_settings(training, while_training, final):
     """So that it takes less than a tenth of the time, and is the same in a resumed run."""
     run = run_of(training=training, eval_examples=None, task_settings={"length": 8, "examples": [24, 500, 8]})
     task = build_task(run)
     trainer = build_trainer(run, task, build_model(run, task, start=None), [])
-    assert len(trainer.eval_dataset) == while_training and build.at_end(trainer) == at_end
+    assert len(trainer.eval_dataset) == while_training and build.final_examples(trainer) == final
     assert len(build_trainer(run, task, trainer.model, []).eval_dataset) == while_training
 
 
@@ -108,7 +108,7 @@ def test_time_left_counts_everything(monkeypatch):
     """On a fake clock: steps, evaluations, checkpoints and the final scores."""
     now = 0.0
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now)
-    bar = progress.Bar(None, at_end=100, batch=8)
+    bar = progress.Bar(None, final_rows=100, batch=8)
     state = TrainerState(max_steps=100)
     bar.on_train_begin(None, state, None)
     estimates = {}
@@ -132,7 +132,7 @@ def test_the_end_says_what_must_not_be_overlooked(capsys):
     rows = [f"word {i * 7919 % 97},{'yes' if i * 31 % 4 else 'no'}" for i in range(2000)]
     Path("x.csv").write_text("\n".join(["text,label", *rows, "only one field"]))
     argv = "classify --data x.csv --size toy --max_steps 2 --report_to none --skip-bad-rows 3 --out run"
-    cli.train(argv.split())
+    cli.train_verb(argv.split())
     left_out = "1 rows that cannot be read are left out; the first: x.csv:2002: expected 2 fields"
     said = capsys.readouterr().out
     first, last = said.split("scoring 200 examples of validation and test")
@@ -168,7 +168,7 @@ def test_a_saved_classifier_cuts_what_is_too_long_and_says_nothing_as_it_loads(c
     rows = [f"{'good' if i % 2 else 'bad'} {i},{i % 2}" for i in range(60)]
     Path("x.csv").write_text("\n".join(rows))
     argv = "classify --data x.csv --size toy --max_steps 1 --report_to none --out run --length 16"
-    cli.train([*argv.split(), "--set", "task.columns=text,label"])
+    cli.train_verb([*argv.split(), "--set", "task.columns=text,label"])
     classify = pipeline("text-classification", "run", truncation=True, device="cpu")
     assert classify("a long text " * 200)[0]["label"] in "01"
     go(run_of("lm", out="lm", task_settings={"length": 16, "data": str(texts(tmp_path / "t"))}))

@@ -96,7 +96,7 @@ def children(out: Path, processes: int) -> list[int]:
             said = os.open(f"{out}.said", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             for stream in (1, 2):
                 os.dup2(said, stream)
-            cli.train(argv(out, processes))
+            cli.train_verb(argv(out, processes))
             code = 0
         except BaseException:
             import traceback
@@ -256,10 +256,11 @@ def test_a_damaged_model_is_made_again_and_nothing_else_is_done_with_it(here, wh
     shutil.copytree(whole, "run")
     truncate(Path("run/model.safetensors"), random.Random(0))
     what = r"model.safetensors has [\d,]+ bytes in the place of [\d,]+"
-    assert re.search(f"run is damaged: {what}; another checkpoint", complaint(capsys, cli.evaluate, "run"))
-    assert re.search(f"run is damaged: {what}", complaint(capsys, cli.finetune, "run", "copy", "--out", "x"))
-    start = ("copy", "--start", "run", "--out", "x")
-    assert re.search(f"cosformer train: run is damaged: {what}", complaint(capsys, cli.train, *start))
+    damaged = f"run is damaged: {what}"
+    assert re.search(f"{damaged}; another checkpoint", complaint(capsys, cli.evaluate_verb, "run"))
+    assert re.search(damaged, complaint(capsys, cli.finetune_verb, "run", "copy", "--out", "x"))
+    line = complaint(capsys, cli.train_verb, "copy", "--start", "run", "--out", "x")
+    assert re.search(f"cosformer train: {damaged}", line)
     shutil.copy("run/config.json", "run/tokenizer.json")  # for generate, which asks for one
     line = complaint(capsys, generate.main, "--model", "run", "--prompt", "abc")
     assert re.search(f"--model run is damaged: {what}; cosformer train --resume makes it again", line)
@@ -268,7 +269,7 @@ def test_a_damaged_model_is_made_again_and_nothing_else_is_done_with_it(here, wh
     assert re.search(line, capsys.readouterr().err)
     assert same("run", whole) and result["test"] == json.loads((whole / "result.json").read_text())["test"]
     Path("run/checkpoint-6/optimizer.pt").unlink()  # what only training needs
-    cli.evaluate(["run/checkpoint-6"])
+    cli.evaluate_verb(["run/checkpoint-6"])
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
@@ -278,7 +279,7 @@ def test_a_damaged_model_that_nobody_sealed_is_a_line_too(here, name, capsys):
     go(run_of("lm", task_settings=settings, training={"max_steps": 1}))
     unseal(Path("run"))
     os.truncate(f"run/{name}", 30)
-    assert "run" in complaint(capsys, cli.evaluate, "run")
+    assert "run" in complaint(capsys, cli.evaluate_verb, "run")
     assert "--model run: " in complaint(capsys, generate.main, "--model", "run", "--prompt", "abc")
 
 

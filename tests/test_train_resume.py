@@ -78,9 +78,9 @@ def test_exit_codes_of_the_command(monkeypatch, capsys):
         def train_(run, *, resume):
             raise error
 
-        monkeypatch.setattr(cli, "carry_out", train_)
+        monkeypatch.setattr(cli, "train", train_)
         with pytest.raises(SystemExit) as stopped:
-            cli.train(["copy"])
+            cli.train_verb(["copy"])
         said = capsys.readouterr().err
         assert said.startswith("cosformer train: ") and said.count("\n") == 1
         return stopped.value.code
@@ -197,9 +197,9 @@ def test_a_classifier_is_not_scored_on_other_labels(capsys):
     go(run_of("classify", task_settings={"data": "two.csv", "length": 16, "holdout": 0.2}))
     for data, labels in (("three.csv", "neg, neutral, pos"), ("other.csv", "bad, good")):
         told = f"run tells neg, pos apart; the data has {labels}. If it is a part of them, name them all"
-        found = complaint(capsys, cli.evaluate, "run", "--data", data)
+        found = complaint(capsys, cli.evaluate_verb, "run", "--data", data)
         assert f"{told}: --set task.labels=neg,pos\n" in found
-    cli.evaluate(["run", "--data", "two.csv", "--set", "task.labels=neg,pos"])
+    cli.evaluate_verb(["run", "--data", "two.csv", "--set", "task.labels=neg,pos"])
     assert "accuracy" in capsys.readouterr().out
 
 

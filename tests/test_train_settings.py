@@ -87,7 +87,7 @@ def test_the_command_line_wins_over_a_recipe():
     ids=lambda x: "-".join(x) if isinstance(x, list) else None,
 )
 def test_what_cannot_be_ends_in_one_line(argv, why, capsys):
-    found = complaint(capsys, cli.train, *argv, "--out", "run")
+    found = complaint(capsys, cli.train_verb, *argv, "--out", "run")
     assert found.startswith("cosformer train: ") and re.search(why, found), found
 
 

@@ -60,9 +60,9 @@ def test_every_task_trains_and_evaluate_finds_the_same_scores(name, tmp_path, ca
     result = go(run_of(name, task_settings=settings, training=SHORT, eval_examples=4, test_examples=6))
     assert result["steps"] == 2 and result["metric"] in result["test"], result
     capsys.readouterr()
-    cli.evaluate(["run", "--json"])
+    cli.evaluate_verb(["run", "--json"])
     assert json.loads(capsys.readouterr().out) == pytest.approx(result["test"], rel=1e-5)
-    cli.evaluate(["run", "--json", "--split", "validation"])
+    cli.evaluate_verb(["run", "--json", "--split", "validation"])
     assert json.loads(capsys.readouterr().out) == pytest.approx(result["validation"], rel=1e-5)
 
 
@@ -79,21 +79,21 @@ def test_every_task_trains_and_evaluate_finds_the_same_scores(name, tmp_path, ca
     ids=lambda x: x[0] if isinstance(x, list) else None,
 )
 def test_evaluate_refuses_what_would_change_nothing(argv, why, whole, capsys):
-    assert complaint(capsys, cli.evaluate, str(whole), *argv) == f"cosformer evaluate: {why}\n"
+    assert complaint(capsys, cli.evaluate_verb, str(whole), *argv) == f"cosformer evaluate: {why}\n"
 
 
 def test_a_saved_model_keeps_its_mixer_and_size(whole, capsys):
     run = cli.merge(*cli.parse(cli.train_parser(), ["copy", "--start", str(whole / "checkpoint-6")]))
     assert (run["mixer"], run["size"], run["out"]) == ("cosformer", "toy", "runs/copy-cosformer")
-    other = complaint(capsys, cli.train, "copy", "--start", str(whole), "--mixer", "elu")
+    other = complaint(capsys, cli.train_verb, "copy", "--start", str(whole), "--mixer", "elu")
     assert f"mixer is 'elu', but {whole} has 'cosformer': leave it" in other
-    assert "unknown argument '--size'" in complaint(capsys, cli.finetune, str(whole), "--size", "small")
+    assert "unknown argument '--size'" in complaint(capsys, cli.finetune_verb, str(whole), "--size", "small")
 
 
 def test_a_trained_language_model_goes_on_with_a_text(capsys):
     Path("t.txt").write_text("abcdefgh " * 900)
     argv = "lm --data t.txt --tokenizer bytes --length 32 --size toy --out run --max_steps 60 --eval_steps 30"
-    cli.train([*argv.split(), "--per_device_train_batch_size", "8", "--learning_rate", "1e-2"])
+    cli.train_verb([*argv.split(), "--per_device_train_batch_size", "8", "--learning_rate", "1e-2"])
     assert "the model is in run" in capsys.readouterr().out
     generate.main(["--model", "run", "--prompt", "abcd", "--max-new-tokens", "10"])
     assert capsys.readouterr().out == "efgh abcde\n"
@@ -116,7 +116,7 @@ def test_finetuning_starts_from_the_saved_body(pretrained, capsys):
     assert all(torch.equal(loaded[name], body[name]) for name in loaded)
     assert not same_as_new(loaded, run, task) and model.config.num_labels == 2
     argv = "--length 32 --out fine --max_steps 1 --learning_rate 0 --test-examples 4 --eval-examples 4"
-    cli.finetune([pretrained, *argv.split()])
+    cli.finetune_verb([pretrained, *argv.split()])
     assert all(torch.equal(weights("fine")[name], body[name]) for name in loaded)
     assert train.Run.load(Path("fine/run.json")).task == "classify"
 
@@ -133,9 +133,9 @@ def test_a_start_that_cannot_be_is_refused(pretrained, capsys, monkeypatch):
         ("--length 32 --tokenizer bpe:300", "mlm has a vocabulary of 261, the task one of 300"),
         ("lm --length 32 --data data", "mlm is a cosformer_encoder model; task 'lm' needs a cosformer model"),
     ):
-        assert why in complaint(capsys, cli.finetune, pretrained, *argv.split(), "--out", "fine")
+        assert why in complaint(capsys, cli.finetune_verb, pretrained, *argv.split(), "--out", "fine")
     assert not Path("fine/run.json").exists()  # so that the folder is free for a better attempt
-    other = complaint(capsys, cli.evaluate, pretrained, "classify", "--length", "32")
+    other = complaint(capsys, cli.evaluate_verb, pretrained, "classify", "--length", "32")
     assert "is a CosformerForMaskedLM, which knows nothing of task 'classify' yet" in other
     folder = Path("other")
     shutil.copytree(pretrained, folder)
@@ -146,7 +146,7 @@ def test_a_start_that_cannot_be_is_refused(pretrained, capsys, monkeypatch):
     (folder / "tokenizer.json").write_text(json.dumps(text))
     unseal(folder)
     argv = "--length 32 --tokenizer bytes --out fine2"
-    other = complaint(capsys, cli.finetune, str(folder), *argv.split())
+    other = complaint(capsys, cli.finetune_verb, str(folder), *argv.split())
     assert "has another vocabulary than the task, of the same size" in other
 
 

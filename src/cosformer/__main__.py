@@ -7,9 +7,9 @@ from . import __version__
 
 VERBS = {
     "compare": ("compare:main", "is linear attention as good as softmax here, and what does it save?"),
-    "train": ("train.cli:train", "train any mixer on a task, from scratch or from a saved model"),
-    "evaluate": ("train.cli:evaluate", "score a saved model on a task"),
-    "finetune": ("train.cli:finetune", "train a saved model further on another task"),
+    "train": ("train.cli:train_verb", "train any mixer on a task, from scratch or from a saved model"),
+    "evaluate": ("train.cli:evaluate_verb", "score a saved model on a task"),
+    "finetune": ("train.cli:finetune_verb", "train a saved model further on another task"),
     "bench": ("bench:main", "time and memory of attention operators beside their peers"),
     "generate": ("generate:main", "continue a prompt with a saved model"),
     "picture": ("picture:main", "attention matrices of any mixers, side by side"),

@@ -132,11 +132,11 @@ def disturbance(rows: Iterable[Row]) -> str:
 
 
 def measured(
-    module: str, cases: list[dict[str, Any]], *, seconds: float, memory: bool, say: Say
+    module: str, cases: list[dict[str, Any]], *, label: str, seconds: float, memory: bool, say: Say
 ) -> list[dict[str, Any]]:
     """For each case, what `module.prepare(case)()` takes, as fields of `results.Cost`: time, peak memory."""
     prepare = importlib.import_module(module).prepare
-    works = {f"training {case['mixer']} at {case['length']:,}": prepare(case) for case in cases}
+    works = {f"{label} {case['mixer']} at {case['length']:,}": prepare(case) for case in cases}
     timed = in_turns(works, seconds=seconds, say=say)
     say(f"peak memory of {', '.join(works)}")
     peaks = peak_memories(module, cases) if memory else [None] * len(cases)
@@ -176,12 +176,12 @@ def _added_peak(module: str, case: dict[str, Any], threads: int) -> float:
     prepare = importlib.import_module(module).prepare
     prepare({**case, "length": 64})()  # code, thread pools and libraries are not the operator's memory
     work = prepare(case)
-    before = _peak(reset=True)
+    before = peak(reset=True)
     work()
-    return (_peak() - before) / 2**20
+    return (peak() - before) / 2**20
 
 
-def _peak(reset: bool = False) -> int:
+def peak(reset: bool = False) -> int:
     """This process's peak memory in bytes since the last reset; a fork starts with its parent's."""
     status, clear = Path("/proc/self/status"), Path("/proc/self/clear_refs")
     if status.exists() and clear.exists():
@@ -189,8 +189,8 @@ def _peak(reset: bool = False) -> int:
             clear.write_text("5")
         lines = status.read_text().splitlines()
         return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("VmHWM"))
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else 1024 * peak
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return most if sys.platform == "darwin" else 1024 * most
 
 
 def machine(**more: Any) -> Machine:

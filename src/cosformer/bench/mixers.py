@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
             if able is True and 4 * last[name] < SECONDS:
                 cases.append({"mixer": name, "length": length, "causal": causal})
         seconds = args.seconds / len(LENGTHS)
-        found = measured(__name__, cases, seconds=seconds, memory=args.memory, say=say)
+        found = measured(__name__, cases, label="training", seconds=seconds, memory=args.memory, say=say)
         for case, fields in zip(cases, found):
             last[case["mixer"]] = fields["ms"] / 1e3
             yield row(**case, **fields)

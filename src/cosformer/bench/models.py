@@ -82,9 +82,7 @@ def training(
 ) -> list[Cost]:
     """Rows of training cost at one length; the mixers take turns."""
     cases: list[dict[str, Any]] = [{"mixer": m, "length": length, "size": asdict(size)} for m in mixers]
-    found = measured(
-        __name__, cases, seconds=seconds, memory=memory, say=lambda text: say(f"training: {text}")
-    )
+    found = measured(__name__, cases, label="training", seconds=seconds, memory=memory, say=say)
     row = partial(Cost, what="model", work="training", causal=True, length=length, size=str(size))
     return [row(mixer=mixer, **fields) for mixer, fields in zip(mixers, found, strict=True)]
 
@@ -222,14 +220,12 @@ def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
         seconds = args.seconds / len(lengths)
         yield from training(mixers, length, size=size, seconds=seconds, say=say, memory=False)
     decoders = [mixer for mixer in mixers if able(mixer, "decoding")]
+    options: dict[str, Any] = {"size": size, "seconds": args.seconds / len(contexts), "say": say}
     for context in contexts:
-        seconds = args.seconds / len(contexts)
         if "decoding" in args.work:
-            yield from decoding(decoders, context, size=size, seconds=seconds, say=say)
+            yield from decoding(decoders, context, **options)
         if "generating" in args.work:
-            yield from generating(
-                decoders, context, size=size, seconds=seconds, say=say, weights=args.weights
-            )
+            yield from generating(decoders, context, weights=args.weights, **options)
 
 
 def notes(rows: list[Cost]) -> list[str]:

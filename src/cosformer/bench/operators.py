@@ -249,11 +249,10 @@ def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
         some = products[compared[dtype]].items()
         return max(flops / (timed[name]["ms"] * 1e6) for name, (_, flops) in some)
 
-    weighed = [c for c in todo if c.work == "training" and c.causal == (args.causal != "no")]
-    weighed = weighed if args.memory else []
+    weighed = [c for c in todo if args.memory and c.work == "training" and c.causal == (args.causal != "no")]
     say(f"memory of {len(weighed)} cases")
-    measured = peak_memories if args.device == "cpu" else device_memories
-    memory = dict(zip(weighed, measured(__name__, [asdict(case) for case in weighed])))
+    memories = peak_memories if args.device == "cpu" else device_memories
+    memory = dict(zip(weighed, memories(__name__, [asdict(case) for case in weighed])))
     for case in todo:
         gflops, fields = case.flops / timed[case]["ms"] / 1e6, asdict(case) | timed[case]
         row = partial(Cost, what="operator", limit_gflops=limit(case.dtype), gflops=gflops, **fields)

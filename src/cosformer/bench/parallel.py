@@ -29,7 +29,7 @@ from ..hf.parallel import parts
 from ..hf.sizes import Size
 from ..ops import parallel
 from ..results import Shared
-from .measure import LEAST, Sample, Say, Watch, _peak, timing
+from .measure import LEAST, Sample, Say, Watch, peak, timing
 from .models import VOCABULARY, build
 
 PROCESSES = [1, 2, 4]
@@ -116,9 +116,9 @@ def work(case: dict[str, Any]) -> None:
     found: list[dict[str, Any]] = []
     with sequence_parallel(model, group) if processes > 1 else nullcontext():
         step(ids[:, :64])  # code, thread pools and libraries are not the step's memory
-        before = _peak(reset=True)
+        before = peak(reset=True)
         step(ids)
-        memory = _peak() - before  # later steps add more, as the heap fragments
+        memory = peak() - before  # later steps add more, as the heap fragments
         clock = Clock()
         for number in range(case["steps"] * min(2, processes)):
             clock.start(at_once=number % min(2, processes) == 1)

@@ -113,17 +113,17 @@ def chosen(given: argparse.Namespace) -> list[Subject]:
             raise ValueError(f"--{name} goes with the default comparison; {own}")
     if importlib.util.find_spec("matplotlib") is None:
         raise ValueError("the report needs matplotlib; in the clone: pip install '.[report]'")
-    found = full(given.data or "") if given.full else demo(given.data, given.length)
+    subjects = full(given.data or "") if given.full else demo(given.data, given.length)
     if given.subjects:
-        known = [*(s.name for s in found), COST]
+        known = [*(s.name for s in subjects), COST]
         if unknown := [name for name in given.subjects if name not in known]:
             raise ValueError(f"--subjects {unknown[0]}: one of {', '.join(known)}")
-        needed = {s.after for s in found if s.name in given.subjects}
-        found = [s for s in found if s.name in given.subjects or s.name in needed]
-    if given.full and not given.data and (reads := [s.name for s in found if "data" in s.settings]):
+        needed = {s.after for s in subjects if s.name in given.subjects}
+        subjects = [s for s in subjects if s.name in given.subjects or s.name in needed]
+    if given.full and not given.data and (reads := [s.name for s in subjects if "data" in s.settings]):
         sets = "the folder that holds wikitext-2, imdb, sst2, cifar10-gray and cmudict"
         raise ValueError(f"{reads[0]} needs --data: {sets}")
-    return found
+    return subjects
 
 
 def in_words(subjects: list[Subject], given: argparse.Namespace) -> str:

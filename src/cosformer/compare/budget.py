@@ -7,7 +7,7 @@ import torch
 
 from ..train import models
 from .plan import EVALUATIONS, Subject
-from .quality import Cell, task_of
+from .quality import TrainingCell, task_of
 
 SHARE_OF_COST = 0.15  # of the minutes given
 CLOSING = 6.0  # seconds, for the report
@@ -15,7 +15,7 @@ STARTING = 2.0  # seconds, to build, save and load the models of a cell
 STEPS = [10, 20, 30, 50, 75, *(n * 10**k for k in (1, 2) for n in (10, 15, 20, 30, 40, 60, 80)), 10_000]
 
 
-def seconds_a_step(cell: Cell) -> float:
+def seconds_a_step(cell: TrainingCell) -> float:
     """Seconds of an optimiser step: the faster of two after a warm-up; 0 if the cell cannot be trained."""
     run, subject = cell.run(1, 1e-3), cell.subject
     if cell.problem(run):
@@ -44,7 +44,7 @@ def cell_seconds(subject: Subject, step: float, steps: int) -> float:
         return 0.0
     scored = (EVALUATIONS + 1) * subject.eval_examples + 2 * subject.test_examples
     several = len(subject.rates) > 1 and subject.search_on is None
-    search = len(subject.rates) * subject.searched * steps if several else 0
+    search = len(subject.rates) * subject.search_share * steps if several else 0
     before = (subject.pretrain or {}).get("max_steps", 0)
     return STARTING + step * (steps + search + before + scored / subject.batch / 3)
 

@@ -22,7 +22,7 @@ from ..train import models
 from ..train.progress import clock
 from . import budget, looks
 from .plan import Subject
-from .quality import Cell, searched, task_of, trained
+from .quality import TrainingCell, search_rate, task_of, trained
 
 SIZE = "tiny"  # of the models whose cost is measured
 MOST_SECONDS = 60.0  # of timing; more would tell no more
@@ -56,7 +56,7 @@ class Comparison:
         known = {(row.work, row.mixer, row.length) for row in of(self.results.rows, Cost)}
         works: dict[str, Any] = {"training": bench.training, "decoding": bench.decoding}
         able = {work: [mixer for mixer in mixers if bench.able(mixer, work)] for work in works}
-        end, found = time.perf_counter() + 2 * share, []
+        end, new = time.perf_counter() + 2 * share, []
         for length, work in itertools.product(sorted(lengths), works):
             # If one is missing, all mixers at a length again: times are comparable only if taken together.
             if all((work, mixer, length) in known for mixer in able[work]):
@@ -66,9 +66,9 @@ class Comparison:
                 continue
             for row in works[work](able[work], length, **options):
                 self.results.add(row)
-                found.append(row)
-        if found:
-            self.board.done(f"cost: {len(found)} times measured; {measure.disturbance(found)}")
+                new.append(row)
+        if new:
+            self.board.done(f"cost: {len(new)} times measured; {measure.disturbance(new)}")
 
     def train(
         self, subjects: list[Subject], mixers: list[str], *, seeds: list[int] | None, steps: int | None
@@ -77,7 +77,7 @@ class Comparison:
         for number, subject in enumerate(subjects):
             done = {(row.subject, row.mixer, row.seed) for row in of(self.results.rows, Quality)}
             own = [(mixer, seed) for seed in seeds or subject.seeds for mixer in subject.mixers(mixers)]
-            todo = [Cell(subject, mixer, seed, self.out) for mixer, seed in own]
+            todo = [TrainingCell(subject, mixer, seed, self.out) for mixer, seed in own]
             todo = [cell for cell in todo if (subject.name, cell.mixer, cell.seed) not in done]
             if len(todo) < len(own):
                 already = f"{len(own) - len(todo)} of {len(own)} cells are done already"
@@ -87,7 +87,9 @@ class Comparison:
                 self.train_subject(subject, todo, weight=weight, steps=steps)
             self.look_at(subject)
 
-    def train_subject(self, subject: Subject, todo: list[Cell], *, weight: float, steps: int | None) -> None:
+    def train_subject(
+        self, subject: Subject, todo: list[TrainingCell], *, weight: float, steps: int | None
+    ) -> None:
         """Train the subject's cells; without given steps they get the share `weight` of the time left."""
         seconds: dict[str, float] = {}
         slower = max(1.0, self.spent / self.expected) if self.expected else 1.0
@@ -98,57 +100,54 @@ class Comparison:
         each = [seconds[cell.mixer] for cell in todo]
         steps = self.steps_of(subject, steps, each, self.left * weight)
         expected = [budget.cell_seconds(subject, step, steps) for step in each]
-        plan = f"{len(todo)} cells of {steps:,} steps, about {clock(sum(expected))}"
-        self.board.done(f"{subject.name}: {plan}")
+        self.board.done(f"{subject.name}: {len(todo)} cells of {steps:,} steps, about {clock(sum(expected))}")
         for number, cell in enumerate(todo):
             what = f"[{number + 1}/{len(todo)}] {cell}"
-            after = sum(expected[number + 1 :])
-            if self.minutes:
-                after = max(0.0, self.left - expected[number])
+            after = max(0.0, self.left - expected[number]) if self.minutes else sum(expected[number + 1 :])
             self.board.begin(what, expected[number], after, of="" if self.minutes else f" of {subject.name}")
             begun = time.perf_counter()
             row = trained(cell, steps, self.rate_of(cell, steps), self.board)
             self.spent += time.perf_counter() - begun
             self.expected += expected[number]
             self.results.add(row)
-            self.board.done(f"{what}: {said(row)}")
+            self.board.done(f"{what}: {summary(row)}")
             self.look_at(subject)
 
-    def rate_of(self, cell: Cell, steps: int) -> float:
+    def rate_of(self, cell: TrainingCell, steps: int) -> float:
         """The subject's learning rate; of several, the best for this mixer by short runs, kept as rows."""
         rates = cell.subject.rates
         if len(rates) == 1 or cell.problem(cell.run(steps, rates[0])):
             return rates[0]
-        found: dict[float, Search] = {}
         cell = replace(cell, subject=cell.subject.search_on or cell.subject)
-        short = max(1, round(cell.subject.searched * steps))
-        for row in of(self.results.rows, Search):
-            if (row.subject, row.mixer, row.steps) == (cell.subject.name, cell.mixer, short):
-                found[row.rate] = row
-        missing = [rate for rate in rates if rate not in found]
+        short = max(1, round(cell.subject.search_share * steps))
+        rows, wanted = of(self.results.rows, Search), (cell.subject.name, cell.mixer, short)
+        tried = {row.rate: row for row in rows if (row.subject, row.mixer, row.steps) == wanted}
+        missing = [rate for rate in rates if rate not in tried]
         for rate in missing:
-            found[rate] = searched(cell, short, rate, self.board)
-            self.results.add(found[rate])
-        losses = [math.inf if (loss := found[rate].loss) is None else loss for rate in rates]
+            tried[rate] = search_rate(cell, short, rate, self.board)
+            self.results.add(tried[rate])
+        losses = [math.inf if (loss := tried[rate].loss) is None else loss for rate in rates]
         best = rates[losses.index(min(losses))]
         if missing:
             shown = ", ".join(f"{loss:.4f} with {rate:g}" for rate, loss in zip(rates, losses))
             self.board.done(f"{cell}: rate {best:g}; loss after {short} steps {shown}")
         return best
 
-    def steps_of(self, subject: Subject, steps: int | None, seconds: list[float], budget_: float) -> int:
+    def steps_of(
+        self, subject: Subject, steps: int | None, seconds: list[float], seconds_available: float
+    ) -> int:
         """As given, else the subject's, else what fits the time. What an earlier start chose stays."""
         path = self.out / "plan.json"
         plan: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
         asked, known = json.loads(json.dumps(asdict(subject))), plan.get(subject.name)
         if known is None:
-            chosen = steps or subject.steps or budget.steps_that_fit(subject, seconds, budget_)
+            chosen = steps or subject.steps or budget.steps_that_fit(subject, seconds, seconds_available)
             plan[subject.name] = {"subject": asked, "steps": chosen, "minutes": self.minutes}
             write(path, json.dumps(plan, indent=1) + "\n")
             return chosen
         if known["subject"] != asked or (steps and known["steps"] != steps):
-            told = f"{self.out} holds another comparison of {subject.name}"
-            raise train.SettingsError(f"{told}; choose another --out")
+            problem = f"{self.out} holds another comparison of {subject.name}"
+            raise train.SettingsError(f"{problem}; choose another --out")
         if known["minutes"] != self.minutes:
             made = f"{known['steps']} steps, as chosen for {known['minutes']:g} minutes"
             self.board.done(f"{subject.name}: {made}; another --out begins anew")
@@ -161,14 +160,14 @@ class Comparison:
         """
         rows = of(self.results.rows, Quality)
         for row in [row for row in rows if row.subject == subject.name and row.status == "done"]:
-            cell = Cell(subject, row.mixer, row.seed, self.out)
+            cell = TrainingCell(subject, row.mixer, row.seed, self.out)
             if not (cell.folder(subject.name) / "config.json").exists():
                 continue
-            about = {"subject": subject.name, "mixer": row.mixer}
-            if subject.task in ("lm", "mlm") and row.seed == 0 and not self.results.has(Picture, **about):
+            same = {"subject": subject.name, "mixer": row.mixer}
+            if subject.task in ("lm", "mlm") and row.seed == 0 and not self.results.has(Picture, **same):
                 measure.say(f"{cell}: picture")
                 self.results.add(looks.picture(cell, task_of(cell.run(row.steps, row.rate))))
-            if subject.by_position and not self.results.has(Positions, **about, seed=row.seed):
+            if subject.by_position and not self.results.has(Positions, **same, seed=row.seed):
                 measure.say(f"{cell}: loss by position")
                 self.results.add(looks.positions(cell, task_of(cell.run(row.steps, row.rate))))
 
@@ -180,7 +179,7 @@ class Comparison:
         return self.results.rows
 
 
-def said(row: Quality) -> str:
+def summary(row: Quality) -> str:
     """A finished cell in one line."""
     if row.value is None or row.tokens_per_second is None or row.seconds is None:
         return f"{row.status}: {row.reason}"

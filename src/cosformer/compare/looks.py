@@ -10,7 +10,7 @@ from .. import tasks
 from ..layer import Interior
 from ..results import Picture, Positions
 from ..train import models
-from .quality import Cell
+from .quality import TrainingCell
 
 TOKENS = 64  # of a picture
 TEXTS = 64  # windows whose loss is taken
@@ -32,7 +32,7 @@ def matrices(model: Any, input_ids: Tensor, layer: int) -> Tensor:
     return interior.weights(*seen["args"], causal=seen["causal"])[0]
 
 
-def picture(cell: Cell, task: tasks.Task) -> Picture:
+def picture(cell: TrainingCell, task: tasks.Task) -> Picture:
     """The last layer's heads averaged, on the first tokens of the test set."""
     model = models.load(str(cell.folder(cell.subject.name)), task.kind)
     ids = task.test[0]["input_ids"][:TOKENS]
@@ -48,7 +48,7 @@ def picture(cell: Cell, task: tasks.Task) -> Picture:
 
 
 @torch.no_grad()
-def positions(cell: Cell, task: tasks.Task) -> Positions:
+def positions(cell: TrainingCell, task: tasks.Task) -> Positions:
     """The mean loss of tokens by how many precede them, over windows of the test set."""
     model = models.load(str(cell.folder(cell.subject.name)), task.kind).eval()
     windows = [task.test[i]["input_ids"] for i in range(0, len(task.test), max(1, len(task.test) // TEXTS))]

@@ -19,12 +19,12 @@ class Subject:
     title: str
     data: str  # in words
     task: str
-    settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # the task's; "start": see Cell.run
+    settings: dict[str, Any] = dataclasses.field(default_factory=dict)  # the task's; see TrainingCell.run
     size: str = "tiny"
     fields: dict[str, Any] = dataclasses.field(default_factory=dict)  # the model's
     batch: int = 8
     rates: tuple[float, ...] = (1e-3,)  # learning rates; of several, the best for each mixer is searched ...
-    searched: float = 0.1  # ... by training for this share of the steps ...
+    search_share: float = 0.1  # ... by training for this share of the steps ...
     search_on: "Subject | None" = None  # ... on another subject, whose best rate is then taken
     training: dict[str, Any] = dataclasses.field(default_factory=dict)  # transformers' other arguments
     steps: int | None = None  # None: what fits the time
@@ -93,7 +93,7 @@ def recall(length: int, pairs: int, search_on: Subject | None = None) -> Subject
         title=f"Recall of {pairs} pairs in {length} tokens", data="generated, vocabulary 256",
         settings={"length": length, "pairs": pairs, "vocabulary": 256},
         fields={"num_hidden_layers": 2, "initializer_range": 0.02}, training={"adam_beta2": 0.95},
-        batch=32, rates=(1e-3, 2e-3, 4e-3), searched=0.5, search_on=search_on, steps=2_000,
+        batch=32, rates=(1e-3, 2e-3, 4e-3), search_share=0.5, search_on=search_on, steps=2_000,
         seeds=(0, 1, 2) if (length, pairs) in ((64, 8), (128, 16)) else (0,),
         eval_examples=256, test_examples=1_000,
     )

@@ -23,7 +23,7 @@ from .plan import EVALUATIONS, Subject
 
 
 @dataclass(frozen=True)
-class Cell:
+class TrainingCell:
     subject: Subject
     mixer: str
     seed: int
@@ -106,7 +106,7 @@ def command(run: train.Run) -> str:
     return shlex.join(words)
 
 
-def about(cell: Cell, run: train.Run, steps: int, rate: float) -> dict[str, Any]:
+def shared_fields(cell: TrainingCell, run: train.Run, steps: int, rate: float) -> dict[str, Any]:
     """The fields that rows of a training and of a search share."""
     task = task_of(run)
     known = {"subject": cell.subject.name, "mixer": cell.mixer, "seed": cell.seed, "steps": steps}
@@ -114,12 +114,12 @@ def about(cell: Cell, run: train.Run, steps: int, rate: float) -> dict[str, Any]
     return {**known, "rate": rate, **judged, "command": command(run)}
 
 
-def trained(cell: Cell, steps: int, rate: float, watch: TrainerCallback) -> Quality:
+def trained(cell: TrainingCell, steps: int, rate: float, watch: TrainerCallback) -> Quality:
     """Train, or resume. A mixer that refuses, or whose training breaks off, gets a row with the reason."""
     subject, run = cell.subject, cell.run(steps, rate)
     problem, task = cell.problem(run), task_of(run)
     shape = models.size_of(run.size, task)
-    known = about(cell, run, steps, rate) | {
+    known = shared_fields(cell, run, steps, rate) | {
         **{name: getattr(subject, name) for name in ("group", "task", "title", "data", "batch", "note")},
         "settings": {**subject.settings, **subject.fields, **subject.training},
         "published": subject.published.get(cell.mixer),
@@ -156,7 +156,7 @@ def trained(cell: Cell, steps: int, rate: float, watch: TrainerCallback) -> Qual
     )
 
 
-def searched(cell: Cell, steps: int, rate: float, watch: TrainerCallback) -> Search:
+def search_rate(cell: TrainingCell, steps: int, rate: float, watch: TrainerCallback) -> Search:
     """A short run with one rate, judged on the validation set; its model is not kept."""
     run = cell.run(steps, rate)
     run = replace(
@@ -166,15 +166,14 @@ def searched(cell: Cell, steps: int, rate: float, watch: TrainerCallback) -> Sea
         test_examples=run.eval_examples,
         training=run.training | {"eval_on_start": False, "eval_steps": steps},
     )
-    known = about(cell, run, steps, rate)
+    known = shared_fields(cell, run, steps, rate)
     try:
         result = train.train(run, resume=True, watch=watch)
     except train.NotFinite as stopped:
         return Search(**known, status="failed", reason=str(stopped).split(";")[0])
     shutil.rmtree(run.out)
-    found = result["validation"]
-    value, seconds = found[known["metric"]], result["seconds"]
-    return Search(**known, status="done", value=value, loss=found["loss"], seconds=seconds)
+    scores, seconds = result["validation"], result["seconds"]
+    return Search(**known, status="done", value=scores[known["metric"]], loss=scores["loss"], seconds=seconds)
 
 
 def most_frequent(task: tasks.Task, examples: int) -> float | None:

@@ -141,12 +141,12 @@ def _experiments(rows: list[Quality]) -> list[Experiment]:
     together: dict[tuple, dict[str, Cell]] = {}
     firsts: dict[tuple, Quality] = {}
     for row in rows:
-        about = (row.subject, row.size, row.length, row.steps)
-        firsts.setdefault(about, row)
-        cell = together.setdefault(about, {}).setdefault(row.mixer, Cell(row.mixer, [], []))
+        key = (row.subject, row.size, row.length, row.steps)
+        firsts.setdefault(key, row)
+        cell = together.setdefault(key, {}).setdefault(row.mixer, Cell(row.mixer, [], []))
         (cell.done if row.status == "done" else cell.undone).append(row)
     order = [*GROUPS, *(row.group for row in rows)]
-    found = [Experiment(firsts[about], [cells[m] for m in looks(cells)]) for about, cells in together.items()]
+    found = [Experiment(firsts[key], [cells[m] for m in looks(cells)]) for key, cells in together.items()]
     return sorted(found, key=lambda e: order.index(e.row.group))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from .contract import SPLITS, DataError, Published, Special, Task, listed, shown
 from .generated import reviews
-from .metrics import class_choice, class_metrics, majority, scores
+from .metrics import class_choice, class_metrics, majority, scoring_fields
 from .published import PUBLISHED
 from .source import Row, Source
 from .table import Mapped
@@ -107,7 +107,7 @@ def _task(
         pair="bos $A sep $B eos",
         kind="pair-classification" if towers else "sequence-classification",
         **{"validation": sets["test"], **sets},
-        **scores(class_choice, class_metrics, "accuracy"),
+        **scoring_fields(class_choice, class_metrics, "accuracy", greater_is_better=True),
         labels=tuple(texts.facts["labels"]),
         published=published,
         settings={"label": label},

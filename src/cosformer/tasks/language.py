@@ -10,9 +10,9 @@ from torch import Tensor
 
 from .contract import SPLITS, Collate, Rows, Task
 from .corpus import Corpus
-from .metrics import TokenScores, language_metrics, scores
+from .metrics import TokenScores, language_metrics, scoring_fields
 from .packing import Masked, Packed
-from .table import Mapped
+from .table import Mapped, RowPiece
 from .texts import Prepared
 
 
@@ -27,15 +27,15 @@ class Tokenised(Prepared):
     def training(self) -> Iterator[str]:
         return (text for split, text, _ in self.corpus if split == "train")
 
-    def _rows(self) -> Iterator[tuple]:  # in pieces: a document need not fit in memory
+    def _rows(self) -> Iterator[RowPiece]:  # in pieces: a document need not fit in memory
         special, size = self.encoder.special, 0
         for split, text, end in self.corpus:
             if text and not size:
-                yield split, {"tokens": [special.bos]}, False
-            yield split, {"tokens": self.encoder.encode([text])[0]}, False
+                yield RowPiece(split, {"tokens": [special.bos]}, ended=False)
+            yield RowPiece(split, {"tokens": self.encoder.encode([text])[0]}, ended=False)
             size += len(text.encode())
             if end and size:
-                yield split, {"tokens": [special.eos], "bytes": size}
+                yield RowPiece(split, {"tokens": [special.eos], "bytes": size})
                 size = 0
 
 
@@ -63,7 +63,8 @@ def lm(
     if lengths is None:  # not byte-level: every token gets the training set's mean, an estimate
         train = tokens.tables["train"]
         lengths = train.values("bytes").sum() / len(train.values("tokens"))
-    fields = scores(TokenScores(shift=True, byte_lengths=lengths), language_metrics, "perplexity") | sets
+    shrink = TokenScores(shift=True, byte_lengths=lengths)
+    fields = scoring_fields(shrink, language_metrics, "perplexity", greater_is_better=False) | sets
     fields["settings"] = {"stride": stride, "isolate": isolate}
     return tokens.task("lm", length, kind="causal-lm", single="$A", packed=True, **fields)
 
@@ -126,7 +127,8 @@ def _single(pairs: Rows, index: int) -> dict[str, Tensor]:
 
 def _hidden(sets: Mapping[str, Rows], *, copies: int, **hide: Any) -> dict[str, Any]:
     """A masked-lm task's own fields: its scores, and its sets with tokens hidden (packing.Masked)."""
-    fields = scores(TokenScores(shift=False), language_metrics, "loss_per_token")
+    shrink = TokenScores(shift=False)
+    fields = scoring_fields(shrink, language_metrics, "loss_per_token", greater_is_better=False)
     for split, rows in sets.items():
         fields[split] = Masked(rows, copies=copies if split == "train" else 1, **hide)
     return fields

@@ -134,7 +134,7 @@ class Seq2SeqMetrics:
         return row[: int(stop.argmax())].tolist() if stop.any() else row.tolist()
 
 
-def scores(shrink: Any, compute: Any, metric: str) -> dict[str, Any]:
+def scoring_fields(shrink: Any, compute: Any, metric: str, *, greater_is_better: bool) -> dict[str, Any]:
     """The four fields of a `Task` that say how it is scored."""
     steps = {"preprocess_logits_for_metrics": shrink, "compute_metrics": compute}
-    return {**steps, "metric": metric, "greater_is_better": "accuracy" in metric}
+    return {**steps, "metric": metric, "greater_is_better": greater_is_better}

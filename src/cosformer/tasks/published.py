@@ -11,7 +11,7 @@ from typing import Any
 
 from .cache import hashed
 from .contract import Collate, Published, Special, Task
-from .metrics import class_choice, class_metrics, majority, scores
+from .metrics import class_choice, class_metrics, majority, scoring_fields
 from .table import stored
 
 PUBLISHED = {
@@ -41,7 +41,7 @@ def arena(
         name=name,
         kind="sequence-classification",
         **sets,
-        **scores(class_choice, class_metrics, "accuracy"),
+        **scoring_fields(class_choice, class_metrics, "accuracy", greater_is_better=True),
         collate=Collate(Special.pad),
         vocab_size=vocab_size,
         max_length=length,

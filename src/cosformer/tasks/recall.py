@@ -8,7 +8,7 @@ import numpy as np
 
 from .cache import hashed
 from .contract import IGNORE, SPLITS, Collate, Special, Task
-from .metrics import Seq2SeqMetrics, TokenScores, language_metrics, scores, token_choice
+from .metrics import Seq2SeqMetrics, TokenScores, language_metrics, scoring_fields, token_choice
 from .table import Arrays
 
 
@@ -18,7 +18,8 @@ def _task(name: str, draw: Callable[..., Arrays], salt: int, settings: dict[str,
     for n, (split, size) in enumerate(zip(SPLITS, settings["examples"], strict=True)):
         sets[split] = draw(np.random.default_rng((settings["seed"], salt, n)), size)
     if "kind" not in fields:
-        fields |= scores(TokenScores(shift=True), language_metrics, "accuracy")
+        shrink = TokenScores(shift=True)
+        fields |= scoring_fields(shrink, language_metrics, "accuracy", greater_is_better=True)
         fields |= {"kind": "causal-lm", "collate": Collate(Special.pad, packed=True)}
     known = {"max_length": settings["length"], "fingerprint": hashed(name, settings)}
     return Task(name=name, settings=settings, **known, **sets, **fields)
@@ -119,6 +120,6 @@ def reverse(
 
     settings = {"length": length, "symbols": symbols, "examples": list(examples), "seed": seed}
     metrics = Seq2SeqMetrics(eos=Special.eos, pad=Special.pad)
-    fields = scores(token_choice, metrics, "sequence_accuracy") | {"collate": Collate(Special.pad)}
-    fields |= {"kind": "seq2seq", "max_target_length": length + 1, "vocab_size": size}
-    return _task("reverse", draw, 3, settings, **fields)
+    fields = scoring_fields(token_choice, metrics, "sequence_accuracy", greater_is_better=True)
+    fields |= {"kind": "seq2seq", "collate": Collate(Special.pad), "max_target_length": length + 1}
+    return _task("reverse", draw, 3, settings, vocab_size=size, **fields)

@@ -7,7 +7,7 @@ import torch
 
 from .contract import SPLITS, Task
 from .generated import dates
-from .metrics import Seq2SeqMetrics, scores, token_choice
+from .metrics import Seq2SeqMetrics, scoring_fields, token_choice
 from .source import Source
 from .table import Mapped
 from .texts import Texts, length_for
@@ -56,7 +56,7 @@ def seq2seq(
         single="$A eos",
         kind="seq2seq",
         **sets,
-        **scores(token_choice, metrics, "sequence_accuracy"),
+        **scoring_fields(token_choice, metrics, "sequence_accuracy", greater_is_better=True),
         max_target_length=target_length,
         settings=sizes,
         notes=[*notes, *more],

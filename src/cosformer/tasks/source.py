@@ -163,14 +163,12 @@ def _jsonl(path: Path, bad: BadRows) -> Iterator[Row]:
         try:
             fields = json.loads(line)
         except json.JSONDecodeError as error:
-            what = f"not JSON: {error.msg} at column {error.colno}"
-            bad(DataError(what, path=path, line=number))
+            bad(DataError(f"not JSON: {error.msg} at column {error.colno}", path=path, line=number))
             continue
         if isinstance(fields, dict):
             yield Row(path, number, fields)
         else:
-            what = f"expected a JSON object, got {type(fields).__name__}"
-            bad(DataError(what, path=path, line=number))
+            bad(DataError(f"expected a JSON object, got {type(fields).__name__}", path=path, line=number))
 
 
 def _records(path: Path, columns: Sequence[str] | None, bad: BadRows) -> Iterator[Row]:

@@ -8,8 +8,9 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
+from itertools import starmap
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
@@ -19,11 +20,16 @@ from .cache import prepared
 from .contract import SPLITS, DataError, Rows
 
 
-def write(folder: Path, rows: Iterable[tuple], *, dtype: str) -> Counter[str]:
-    """Writes rows, each (split, columns), to a folder, arrays as `dtype`; returns each split's row count.
+class RowPiece(NamedTuple):
+    """A row, or a part of one that the next piece continues: a row need not fit in memory."""
 
-    (split, columns, False) is a row that the next item continues: a row need not fit in memory.
-    """
+    split: str
+    columns: dict[str, Any]
+    ended: bool = True
+
+
+def write(folder: Path, rows: Iterable[tuple], *, dtype: str) -> Counter[str]:
+    """Writes rows, each (split, columns) or in `RowPiece`s, arrays as `dtype`; returns splits' row counts."""
     count: Counter[str] = Counter()
     files: dict[str, BinaryIO] = {}
     with ExitStack() as opened:
@@ -37,16 +43,16 @@ def write(folder: Path, rows: Iterable[tuple], *, dtype: str) -> Counter[str]:
 
         for split in SPLITS:
             (folder / split).mkdir(parents=True)
-        for split, row, *ends in rows:
-            for column, value in row.items():
+        for split, columns, ended in starmap(RowPiece, rows):
+            for column, value in columns.items():
                 name = f"{split}/{column}"
                 if isinstance(value, int):
                     append(f"{name}.int64", np.int64(value))
                     continue
                 size = append(f"{name}.{dtype}", np.asarray(value, dtype))
-                if all(ends):
+                if ended:
                     append(f"{name}.ends.int64", size)
-            count[split] += all(ends)
+            count[split] += ended
     return count
 
 

@@ -13,13 +13,14 @@ import torch.distributed as dist
 
 BEAT = 1.0  # seconds between signs of life
 LOST = 5.0  # seconds without one
+COMMUNICATION_ERRORS = ("gloo", "NCCL", "Connection", "ProcessGroup", "Timed out", "TCPStore")  # their words
 
 
 class Lost(RuntimeError):
     """Processes of the run do not answer; `first`: this one has the lowest rank of those that do."""
 
-    def __init__(self, said: str, *, first: bool):
-        super().__init__(said)
+    def __init__(self, message: str, *, first: bool):
+        super().__init__(message)
         self.first = first
 
 
@@ -39,21 +40,18 @@ def watched() -> Iterator[None]:
         yield
     except RuntimeError as error:
         text = str(error)
-        if not any(sign in text for sign in SIGNS):
+        if not any(word in text for word in COMMUNICATION_ERRORS):
             raise
         with undisturbed():
-            lost, said = blame(store)
-        said = f"{said} ({text.splitlines()[0][:200]})"
+            lost, message = blame(store)
+        message = f"{message} ({text.splitlines()[0][:200]})"
         first = dist.get_rank() == min(set(range(dist.get_world_size())) - {*lost} | {dist.get_rank()})
         if 0 in lost and first:  # it would speak for all otherwise
-            print(said, file=sys.stderr, flush=True)
-        raise Lost(said, first=first) from error
+            print(message, file=sys.stderr, flush=True)
+        raise Lost(message, first=first) from error
     finally:
         done.set()
         thread.join()
-
-
-SIGNS = ("gloo", "NCCL", "Connection", "ProcessGroup", "Timed out", "TCPStore")
 
 
 def beat(store: dist.Store, rank: int, done: threading.Event) -> None:

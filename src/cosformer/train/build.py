@@ -113,11 +113,12 @@ def build_trainer(
             keep=keep,
             sequence_parallel=run.sequence_parallel,
         )
-    trainer.eval_dataset = part(task.validation, run.eval_examples or while_training(trainer))
+    examples = run.eval_examples or eval_examples_while_training(trainer)
+    trainer.eval_dataset = spread_subset(task.validation, examples)
     return trainer
 
 
-def while_training(trainer: Trainer) -> int:
+def eval_examples_while_training(trainer: Trainer) -> int:
     """Examples per evaluation while training: a sixth of those trained on between two evaluations.
 
     Evaluating an example, metrics included, takes less than half as long as training on it, so evaluations
@@ -130,10 +131,9 @@ def while_training(trainer: Trainer) -> int:
     return max(batch, int(every * batch / 6))
 
 
-def at_end(trainer: Trainer) -> int:
+def final_examples(trainer: Trainer) -> int:
     """Examples of each set for the final scores: an eighth of those trained on, so that scoring takes a tenth
-    of the time; smaller sets, as most are after a run of some length, are scored whole.
-    """
+    of the time; smaller sets, as most are after a run of some length, are scored whole."""
     return max(LEAST, steps_of(trainer) * trainer.get_total_train_batch_size(trainer.args) // 8)
 
 
@@ -188,7 +188,7 @@ def fitting(every: float, save: float | None) -> float:
     return next((steps for steps in range(int(every), int(save)) if save % steps == 0), save)
 
 
-def part(dataset: Rows, count: int | None) -> Dataset:
+def spread_subset(dataset: Rows, count: int | None) -> Dataset:
     """`count` examples spread evenly over a set; all of it if None."""
     if count is None or count >= len(dataset):
         return dataset
@@ -197,7 +197,7 @@ def part(dataset: Rows, count: int | None) -> Dataset:
 
 def scores(trainer: Trainer, task: tasks.Task, split: str, *, examples: int | None) -> dict[str, float]:
     """The scores of the trainer's model on a split; for seq2seq with teacher forcing and with generation."""
-    dataset = part(getattr(task, split), examples)
+    dataset = spread_subset(getattr(task, split), examples)
     found: dict[str, float] = {}
     trainer.args.generation_max_length = task.max_target_length
     for generate in (False, True) if task.kind == "seq2seq" else (False,):

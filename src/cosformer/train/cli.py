@@ -16,10 +16,10 @@ from transformers import HfArgumentParser, Seq2SeqTrainingArguments
 from .. import mixers, tasks
 from . import models
 from .alive import Lost
-from .build import evaluate as score
+from .build import evaluate
 from .dryrun import dry_run
 from .progress import clock, quieten, say, show
-from .run import train as carry_out
+from .run import train
 from .settings import KEYS, TABLES, Run, SettingsError, read_recipe
 from .trainer import Interrupted, Stopped
 
@@ -34,11 +34,11 @@ SCORING = ("per_device_eval_batch_size", "eval_accumulation_steps", "generation_
            "torch_compile", "use_cpu")  # fmt: skip
 
 
-def train(argv: list[str]) -> None:
+def train_verb(argv: list[str]) -> None:
     train_and_say(train_parser(), argv)
 
 
-def finetune(argv: list[str]) -> None:
+def finetune_verb(argv: list[str]) -> None:
     says = "Train a saved model further on another task, its body with a new head; mlm -> classify."
     p = training_parser("cosformer finetune", says)
     p.add_argument("start", metavar="MODEL", help=MODEL)
@@ -46,7 +46,7 @@ def finetune(argv: list[str]) -> None:
     train_and_say(p, argv, task="classify")
 
 
-def evaluate(argv: list[str]) -> None:
+def evaluate_verb(argv: list[str]) -> None:
     p = parser("cosformer evaluate", "Score a saved model on its task's sets, or on other data.")
     p.epilog = f"Of transformers' Seq2SeqTrainingArguments it takes --{', --'.join(SCORING)}."
     p.add_argument("model", metavar="MODEL", type=Path, help=MODEL)
@@ -56,7 +56,7 @@ def evaluate(argv: list[str]) -> None:
     quieten()
     with one_line(p.prog):
         given, training = parse(p, argv)
-        found = score(saved_run(given, training), given.model, split=given.split)
+        found = evaluate(saved_run(given, training), given.model, split=given.split)
     lines = "\n".join(f"{key:<20} {value:.6g}" for key, value in found.items())
     say(json.dumps(found) if given.json else lines, to=sys.stdout)
 
@@ -133,26 +133,26 @@ def parse(p: argparse.ArgumentParser, argv: list[str]) -> tuple[argparse.Namespa
 
 def merge(given: argparse.Namespace, training: dict[str, Any], *, task: str | None = None) -> dict[str, Any]:
     """A recipe's settings, if any, overridden by the command line's; `task` if neither names one."""
-    said = vars(given)
-    found = read_recipe(said["recipe"]) if "recipe" in said else {}
-    found |= {key: said[key] for key in (*KEYS, "task") if key in said}
-    found.setdefault("task", task)
-    if found["task"] is None:
+    options = vars(given)
+    chosen = read_recipe(options["recipe"]) if "recipe" in options else {}
+    chosen |= {key: options[key] for key in (*KEYS, "task") if key in options}
+    chosen.setdefault("task", task)
+    if chosen["task"] is None:
         raise SettingsError("no task: name one, or give a --recipe that does")
-    places = {place: value for place, value in said.items() if "." in place}
-    for place, value in (places | dict(map(assigned, said.get("set", [])))).items():
+    places = {place: value for place, value in options.items() if "." in place}
+    for place, value in (places | dict(map(assigned, options.get("set", [])))).items():
         table, _, key = place.partition(".")
-        found[TABLES[table]] = (found.get(TABLES[table]) or {}) | {key: value}
-    if said.get("pretrain_first"):
-        found["pretrain"] = found.get("pretrain") or {}
-    found["training"] = found.get("training", {}) | training
-    if found.get("start") and (saved := run_of(Path(found["start"]))):
+        chosen[TABLES[table]] = (chosen.get(TABLES[table]) or {}) | {key: value}
+    if options.get("pretrain_first"):
+        chosen["pretrain"] = chosen.get("pretrain") or {}
+    chosen["training"] = chosen.get("training", {}) | training
+    if chosen.get("start") and (saved := run_of(Path(chosen["start"]))):
         for key in ("mixer", "size"):
             its = getattr(saved, key)
-            if found.setdefault(key, its) != its:
-                raise SettingsError(f"{key} is {found[key]!r}, but {found['start']} has {its!r}: leave it")
-    found.setdefault("out", f"runs/{found['task']}-{found.get('mixer', 'cosformer')}")
-    return found
+            if chosen.setdefault(key, its) != its:
+                raise SettingsError(f"{key} is {chosen[key]!r}, but {chosen['start']} has {its!r}: leave it")
+    chosen.setdefault("out", f"runs/{chosen['task']}-{chosen.get('mixer', 'cosformer')}")
+    return chosen
 
 
 def assigned(text: str) -> tuple[str, Any]:
@@ -183,14 +183,14 @@ def saved_run(given: argparse.Namespace, training: dict[str, Any]) -> Run:
     run = run_of(given.model)
     if run is None and "task" not in given:
         raise SettingsError(f"{given.model} has no run.json, so name the task")
-    said = merge(given, training, task=None if run is None else run.task)
-    if idle := [table for table in ("model_fields", "pretrain") if table in said]:
+    chosen = merge(given, training, task=None if run is None else run.task)
+    if idle := [table for table in ("model_fields", "pretrain") if table in chosen]:
         raise SettingsError(f"--set takes task.KEY=VALUE here: {idle[0]} are of training")
-    if run is not None and said["task"] == run.task:
-        said["task_settings"] = run.task_settings | said.get("task_settings", {})
-        said["training"] = {key: run.training[key] for key in run.training if "fsdp" not in key} | training
-        said.setdefault("test_examples", run.test_examples)
-    return Run(**said)
+    if run is not None and chosen["task"] == run.task:
+        chosen["task_settings"] = run.task_settings | chosen.get("task_settings", {})
+        chosen["training"] = {key: run.training[key] for key in run.training if "fsdp" not in key} | training
+        chosen.setdefault("test_examples", run.test_examples)
+    return Run(**chosen)
 
 
 def train_and_say(p: argparse.ArgumentParser, argv: list[str], *, task: str | None = None) -> None:
@@ -201,7 +201,7 @@ def train_and_say(p: argparse.ArgumentParser, argv: list[str], *, task: str | No
         if "dry_run" in given:
             dry_run(run)
             return
-        result = carry_out(run, resume="resume" in given)
+        result = train(run, resume="resume" in given)
     if PartialState().is_main_process:
         for split in ("validation", "test"):
             print(f"{split:<10} {show(result[split])}")
@@ -213,16 +213,16 @@ def train_and_say(p: argparse.ArgumentParser, argv: list[str], *, task: str | No
 
 def remarks(result: dict[str, Any], out: str) -> list[str]:
     """What must not be overlooked in a result."""
-    said = list(result["left_out"])
+    lines = list(result["left_out"])
     if result["examples"] < result["of"]:
         part = f"{result['examples']:,} of {result['of']:,} test examples, as suits a run so short"
-        said.append(f"scored on {part}; cosformer evaluate {out} takes all")
+        lines.append(f"scored on {part}; cosformer evaluate {out} takes all")
     if (usual := result["most_frequent"]) is not None:
-        found, noise = result["test"]["accuracy"], 2 * (usual * (1 - usual) / result["examples"]) ** 0.5
-        if found <= usual + noise:
-            told = f"IT HAS NOT LEARNED: accuracy {found:.1%} is no better than the most frequent class alone"
-            said.append(f"{told} ({usual:.1%}). Train longer, or with another --learning_rate")
-    return said
+        score, noise = result["test"]["accuracy"], 2 * (usual * (1 - usual) / result["examples"]) ** 0.5
+        if score <= usual + noise:
+            told = f"IT HAS NOT LEARNED: accuracy {score:.1%} is no better than the most frequent class alone"
+            lines.append(f"{told} ({usual:.1%}). Train longer, or with another --learning_rate")
+    return lines
 
 
 @contextmanager
@@ -231,10 +231,10 @@ def one_line(prog: str) -> Iterator[None]:
     try:
         yield
     except (SettingsError, tasks.DataError, Stopped, Lost) as error:
-        code, said = 130 if isinstance(error, Interrupted) else 1, str(error)
+        code, message = 130 if isinstance(error, Interrupted) else 1, str(error)
     except KeyboardInterrupt:
-        code, said = 130, "stopped at once"
+        code, message = 130, "stopped at once"
     else:
         return
-    say(f"{prog}: {said}")
+    say(f"{prog}: {message}")
     raise SystemExit(code)

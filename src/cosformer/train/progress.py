@@ -23,10 +23,10 @@ def quieten() -> None:
     """Silences transformers' own messages and bars, which are about code, not about a run."""
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    threading.excepthook = of_thread
+    threading.excepthook = hide_disk_errors
 
 
-def of_thread(error: threading.ExceptHookArgs) -> None:
+def hide_disk_errors(error: threading.ExceptHookArgs) -> None:
     """No traceback for a full disk: TensorBoard's thread tells the main one, which prints a line."""
     if not issubclass(error.exc_type, OSError):
         threading.__excepthook__(error)
@@ -103,16 +103,16 @@ class Bar(TrainerCallback):
     """A progress bar on a terminal, a line now and then elsewhere; both show the time left.
 
     A step counts as the mean since the first, which is slow, evaluations and checkpoints included. Each of
-    the final scores' `at_end` examples counts as in the last evaluation; before any, as a third of a training
-    example.
+    the `final_rows` scored after training counts as in the last evaluation; before any, as a third of a
+    training example.
     """
 
     every = 30.0  # seconds between lines
     form = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
-    def __init__(self, metrics: Metrics, *, at_end: int, batch: int):
+    def __init__(self, metrics: Metrics, *, final_rows: int, batch: int):
         self.bar: tqdm | None = None
-        self.said, self.metrics, self.at_end, self.batch = 0.0, metrics, at_end, batch
+        self.printed, self.metrics, self.final_rows, self.batch = 0.0, metrics, final_rows, batch
         self.begun = (0, time.perf_counter())  # step and time when this process began
         self.first: tuple[int, float] | None = None  # the same after its first step
         self.scored = 0.0  # seconds per evaluated example
@@ -140,7 +140,7 @@ class Bar(TrainerCallback):
             step, then = self.begun
         each = (now - then) / max(1, state.global_step - step)
         scored = self.scored or each / self.batch / 3
-        return (state.max_steps - state.global_step) * each + self.at_end * scored
+        return (state.max_steps - state.global_step) * each + self.final_rows * scored
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if not state.is_world_process_zero or not logs:
@@ -153,8 +153,8 @@ class Bar(TrainerCallback):
             line = f"loss {logs['loss']:.4f}, {speed:,.0f} tokens/s, {left} left"
             if self.bar is not None:
                 self.bar.set_postfix_str(line)
-            elif time.perf_counter() - self.said > self.every:
-                self.said = time.perf_counter()
+            elif time.perf_counter() - self.printed > self.every:
+                self.printed = time.perf_counter()
                 self.say(f"step {state.global_step:,} of {state.max_steps:,}: {line}")
 
     def say(self, line: str) -> None:
@@ -166,8 +166,8 @@ class Bar(TrainerCallback):
     def on_train_end(self, args, state, control, **kwargs):
         if self.bar is not None:
             self.bar.close()
-        if state.is_world_process_zero and self.at_end and state.global_step >= state.max_steps:
-            print(f"scoring {self.at_end:,} examples of validation and test", flush=True)
+        if state.is_world_process_zero and self.final_rows and state.global_step >= state.max_steps:
+            print(f"scoring {self.final_rows:,} examples of validation and test", flush=True)
 
 
 def show(scores: dict[str, float]) -> str:
@@ -211,7 +211,7 @@ class Interrupt(TrainerCallback):
         self.asked = signal.Signals(number).name
 
     def on_step_end(self, args, state, control, **kwargs):
-        if anybody(self.asked is not None):
+        if any_process(self.asked is not None):
             self.asked = self.asked or "a signal to another process"
             control.should_save = control.should_training_stop = True
 
@@ -219,12 +219,12 @@ class Interrupt(TrainerCallback):
         self.trained = True  # nothing can be lost any more
 
 
-def anybody(asked: bool) -> bool:
-    """Whether `asked` in any process of the run: all must stop after the same step."""
+def any_process(flag: bool) -> bool:
+    """Whether `flag` is set in any process of the run: all must stop after the same step."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return asked
-    flag = torch.tensor([asked], dtype=torch.int32)
+        return flag
+    highest = torch.tensor([flag], dtype=torch.int32)
     if torch.distributed.get_backend() == "nccl":
-        flag = flag.cuda()
-    torch.distributed.all_reduce(flag, torch.distributed.ReduceOp.MAX)
-    return bool(flag.item())
+        highest = highest.cuda()
+    torch.distributed.all_reduce(highest, torch.distributed.ReduceOp.MAX)
+    return bool(highest.item())

@@ -18,7 +18,7 @@ from .. import tasks
 from ..seal import damage, files, is_sealed, seal, unseal, write
 from . import models
 from .alive import Lost, watched
-from .build import at_end, build_model, build_task, build_trainer, refused, scores
+from .build import build_model, build_task, build_trainer, final_examples, refused, scores
 from .checkpoints import newest_whole, put_aside
 from .progress import Bar, Interrupt, Metrics, say
 from .settings import DEFAULTS, Run, SettingsError
@@ -124,10 +124,10 @@ def stage(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallba
         metrics = Metrics(out / "metrics.jsonl")
         trainer = build_trainer(run, task, model, [interrupt, metrics])
         check_batch_norm(model, trainer)
-        examples = run.test_examples or at_end(trainer)
+        examples = run.test_examples or final_examples(trainer)
         scored = sum(min(examples, len(rows)) for rows in (task.validation, task.test))
         batch = trainer.get_total_train_batch_size(trainer.args)
-        trainer.add_callback(watch or Bar(metrics, at_end=scored, batch=batch))
+        trainer.add_callback(watch or Bar(metrics, final_rows=scored, batch=batch))
         first = trainer.is_world_process_zero()
         if first and watch is None:
             print(description(run, task, model), flush=True)
@@ -164,7 +164,7 @@ def resume_point(out: Path, task: tasks.Task, trainer: Trainer) -> Path | None:
 
     Refuses other batches, other data, and to go on without the best checkpoint if that is damaged.
     """
-    told: list[Any] = [None, None]  # the first process finds it and tells the others
+    answer: list[Any] = [None, None]  # checkpoint and error: the first process tells the others
     if trainer.is_world_process_zero():
         try:
             last, wrong = newest_whole(out)
@@ -178,15 +178,15 @@ def resume_point(out: Path, task: tasks.Task, trainer: Trainer) -> Path | None:
                 say(line)
             if wrong:
                 say(f"going on from {last}" if last else "no whole checkpoint is left: beginning again")
-            told[0] = last
+            answer[0] = last
         except (SettingsError, Stopped) as error:
-            told[1] = error
+            answer[1] = error
         except OSError as error:
-            told[1] = Stopped(f"{error}; nothing was changed")
-    broadcast_object_list(told)
-    if told[1] is not None:
-        raise told[1]
-    return told[0]
+            answer[1] = Stopped(f"{error}; nothing was changed")
+    broadcast_object_list(answer)
+    if answer[1] is not None:
+        raise answer[1]
+    return answer[0]
 
 
 def check_batch_norm(model: PreTrainedModel, trainer: Trainer) -> None:

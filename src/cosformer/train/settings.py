@@ -48,8 +48,8 @@ class Run:
     mixer: str = "cosformer"
     size: str = "tiny"
     start: str | None = None  # a saved model to start from
-    eval_examples: int | None = None  # validate on this many while training; None: build.while_training
-    test_examples: int | None = None  # take the final scores on this many; None: build.at_end
+    eval_examples: int | None = None  # validate on this many; None: build.eval_examples_while_training
+    test_examples: int | None = None  # take the final scores on this many; None: build.final_examples
     sequence_parallel: int = 1  # processes that share each sequence
     about: str = ""
     task_settings: dict[str, Any] = dataclasses.field(default_factory=dict)

@@ -19,7 +19,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from ..seal import files, is_sealed, seal, unseal
 from .checkpoints import checkpoint_of, last_checkpoint
 from .parallel import Parallel
-from .progress import anybody
+from .progress import any_process
 
 UNWRITABLE = (OSError, SafetensorError)  # what a full disk raises; torch.save's RuntimeError is handled apart
 
@@ -98,7 +98,7 @@ class Trainer(Parallel):
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         weights = (p.to_local() if isinstance(p, DTensor) else p for p in self.model.parameters())
-        if anybody(not all(bool(p.detach().isfinite().all()) for p in weights)):
+        if any_process(not all(bool(p.detach().isfinite().all()) for p in weights)):
             step = self.state.global_step
             raise NotFinite(f"the weights are not finite after step {step}; {self.another_way()}")
         super().save_model(output_dir, _internal_call)
