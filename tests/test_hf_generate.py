@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import BartConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import cosformer.hf as hf
-from cosformer.generate import load, main, room
+from cosformer.generate import load, main, tokens_left
 
 SIZES = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 SIZES |= {
@@ -168,4 +168,4 @@ def test_what_the_horizon_leaves_no_room_for_is_refused_before_decoding(director
     ids=str,
 )
 def test_room_after_a_prompt_of_ten(config, left):
-    assert room(config, prompt=10) == left
+    assert tokens_left(config, prompt=10) == left

@@ -18,11 +18,14 @@ from judge import error, rates
 from cosformer.ops import linear_attention, linear_stream, parallel
 from cosformer.ops.convolution import short_convolution
 from cosformer.ops.parallel import linear_sharded
-from cosformer.ops.shard import Shard
+from cosformer.ops.shard import Shard, gathered
 
 CASES = Cases()
 case = CASES.add
 LIMIT = {torch.float64: 1e-12, torch.float32: 1e-5}
+# The output does not depend on a query's length: along the query its gradient is 0, but computed as a
+# difference of numbers that grow as the query shrinks. A tiny query makes them dwarf all other gradients.
+GRADIENT_LIMIT = {torch.float64: 1e-12, torch.float32: 1e-4}
 
 
 def cut(x, lengths, rank, dim=2):
@@ -102,8 +105,8 @@ def compare(group, seed, dtype, *, causal, decay, lengths=None, packed=False, ma
     got = torch.autograd.grad(found, [t for t in parts if t is not None], mine(dout))
     for name, g, w, r in zip(("dq", "dk", "dv", "ddecay"), got, wanted, rounded, strict=False):
         if w.ndim == 1:  # one rate per head: the ranks' shares of the gradient add up
-            g = shard.gathered(g).sum(0)
-        close(g, mine(w), name, max(LIMIT[dtype], 2 * error(r, w)), w)  # some sums cancel, in one process too
+            g = gathered(g, shard.group).sum(0)
+        close(g, mine(w), name, max(GRADIENT_LIMIT[dtype], 2 * error(r, w)), w)
     if causal and not packed:
         _, state = linear_stream(q, k, v, decay=lam, key_mask=mask, horizon=horizon, relu=options["relu"])
         close(after.tensor, state.tensor, "after")

@@ -63,14 +63,14 @@ def most_tokens(config) -> float:
     return min(reach, max_positions(config)) if learned else reach
 
 
-def room(config, *, prompt: int) -> float:
+def tokens_left(config, *, prompt: int) -> float:
     """How many tokens fit after a prompt; the last is never read. An encoder-decoder starts from one."""
     return most_tokens(config) + 1 - (1 if config.is_encoder_decoder else prompt)
 
 
 def new_tokens(config, *, prompt: int, asked: int | None) -> int:
     """The number of tokens to write; SystemExit if there is no room for `asked`."""
-    most, left = most_tokens(config), room(config, prompt=prompt)
+    most, left = most_tokens(config), tokens_left(config, prompt=prompt)
     if left < 1:
         told = f"--prompt has {prompt} tokens, but this model reads at most {most}"
         raise SystemExit(f"{told}; give a shorter one")

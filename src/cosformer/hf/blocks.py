@@ -30,7 +30,7 @@ def ends_of(stack: Any, model: Any) -> Ends | None:
         not plain
         or type(norm) is not stack.parts[-1]
         or type(head) not in LINEARS
-        or is_heard(norm, head, *tables)
+        or is_hooked(norm, head, *tables)
     ):
         return None
     at = None if positions is None else positions.weight
@@ -38,7 +38,7 @@ def ends_of(stack: Any, model: Any) -> Ends | None:
     return ends if ends.is_taken() and table.weight.shape[1] == norm.weight.shape[0] else None
 
 
-def is_heard(*modules: nn.Module) -> bool:
+def is_hooked(*modules: nn.Module) -> bool:
     """Whether any module has forward hooks, or a forward set on the instance."""
     return any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in modules)
 
@@ -51,7 +51,7 @@ def block_of(layer: Any, parts: tuple[type, ...]) -> Block | None:
     norms = layer.input_layernorm, layer.post_attention_layernorm
     if tuple(map(type, (layer.self_attn, layer.mlp, *norms))) != (*parts[1:], parts[-1]):
         return None
-    heard = is_heard(*layer.modules())
+    hooked = is_hooked(*layer.modules())
     attention, mlp = layer.self_attn, layer.mlp
     interior = attention.interior
     mixer = interior.mixer
@@ -60,7 +60,7 @@ def block_of(layer: Any, parts: tuple[type, ...]) -> Block | None:
     plain = type(interior) is Interior and all(type(linear) in LINEARS for linear in linears)
     dropping = any(isinstance(m, nn.Dropout) and m.training and m.p > 0 for m in layer.modules())
     plain = plain and not dropping and norms[0].variance_epsilon == norms[1].variance_epsilon
-    if heard or _has_any_global_hook() or not plain or not _is_silu(mlp.act_fn):
+    if hooked or _has_any_global_hook() or not plain or not _is_silu(mlp.act_fn):
         return None
     softmax = _is_softmax(mixer)
     if not softmax and not _is_linear(mixer):

@@ -21,7 +21,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from ..ops.step import MOST_ROWS
-from .blocks import is_heard
+from .blocks import is_hooked
 from .cache import CosformerCache
 from .step import Ready, ready_for_ids
 
@@ -41,12 +41,12 @@ class Loop:
         self.ids, self.rows = ids, len(ids)
         self.room, self.length = ids, ids.shape[1]
         self.unfinished = torch.ones_like(ids[:, 0])
-        self.behind = 0  # tokens not yet in the masks and positions of kwargs
+        self.uncounted = 0  # tokens not yet in the masks and positions of kwargs
         self.ready: Ready | None = None
         self.held: list[Tensor] = []  # the parameters that `ready` reads
         parties = [*processors, *criteria, *([] if streamer is None else [streamer])]
-        self.quiet = all(map(_leaves_alone, parties))
-        self.ends = _numbers(criteria)
+        self.trusted = all(map(_is_trusted, parties))
+        self.ends = _plain_criteria(criteria)
 
     @classmethod
     def of(cls, model: Any, ids: Tensor, processors, criteria, config, given: dict) -> "Loop | None":
@@ -87,10 +87,10 @@ class Loop:
         outputs = self.model._prefill(self.ids, self.config, self.kwargs, is_first_iteration=True)
         logits = outputs.logits[:, -1].to(copy=True, dtype=torch.float32)
         del outputs  # the logits of a whole text may be large
-        self.behind = 1
+        self.uncounted = 1
         while not self._add(self._chosen(logits)):
             logits = self._logits()
-            self.behind += 1
+            self.uncounted += 1
         text = self.text().clone(memory_format=torch.contiguous_format)
         if self.streamer is not None:
             self.streamer.end()
@@ -105,16 +105,16 @@ class Loop:
         """The text for other parties, contiguous."""
         return self.text() if self.rows == 1 else self.text().contiguous()
 
-    def _heard(self, party: Any, given: Tensor | None) -> Tensor:
+    def _answer(self, party: Any, given: Tensor | None) -> Tensor:
         """What processors or criteria return; unknown ones may also have changed the text."""
         seen = self._seen()
-        said = party(seen, given)
-        if not self.quiet:
+        answer = party(seen, given)
+        if not self.trusted:
             self.text().copy_(seen)
-        return said
+        return answer
 
     def _chosen(self, logits: Tensor) -> Tensor:
-        scores = self._heard(self.processors, logits) if self.processors else logits
+        scores = self._answer(self.processors, logits) if self.processors else logits
         if not self.config.do_sample:
             return torch.argmax(scores, dim=-1)
         return torch.multinomial(torch.softmax(scores, dim=-1), num_samples=1).squeeze(1)
@@ -137,7 +137,7 @@ class Loop:
 
     def _ended(self, tokens: Tensor) -> bool:
         if self.ends is None or self.rows > 1:
-            self.unfinished = self.unfinished & ~self._heard(self.criteria, None)
+            self.unfinished = self.unfinished & ~self._answer(self.criteria, None)
             return not self.unfinished.any()
         most, reminding, last = self.ends
         if reminding is not None and reminding < self.length < most:  # it warns once
@@ -148,16 +148,16 @@ class Loop:
     def _logits(self) -> Tensor:
         """The logits of the text's last tokens."""
         last = self.room[:, self.length - 1]
-        if not self.quiet and is_heard(self.model):
+        if not self.trusted and is_hooked(self.model):
             return self._called()
-        if self.ready is None or not self.quiet:
+        if self.ready is None or not self.trusted:
             self.ready = ready_for_ids(self.model, self.cache, self.rows)
-            self.held = [] if self.ready is None or not self.quiet else self.ready.hold()
+            self.held = [] if self.ready is None or not self.trusted else self.ready.parameters()
         positions: Any = self.kwargs.get("position_ids")
         if self.ready is not None and not (self.ready.found.learned and positions is None):
             places = None
             if self.ready.found.learned:
-                places = positions[:, -1].expand(self.rows) + self.behind
+                places = positions[:, -1].expand(self.rows) + self.uncounted
             logits = self.ready.logits(self.cache, last, places)
             if logits is not None:
                 return logits if self.ready.found.dtype == logits.dtype else _rounded(logits, self.ready)
@@ -168,9 +168,9 @@ class Loop:
         model, self.ready = self.model, None
         outputs = CausalLMOutputWithPast(past_key_values=self.cache)
         self.kwargs = model._update_model_kwargs_for_generation(
-            outputs, self.kwargs, is_encoder_decoder=False, num_new_tokens=self.behind
+            outputs, self.kwargs, is_encoder_decoder=False, num_new_tokens=self.uncounted
         )
-        self.behind = 0
+        self.uncounted = 0
         inputs = model.prepare_inputs_for_generation(self._seen(), next_sequence_length=1, **self.kwargs)
         return model(**inputs, return_dict=True).logits[:, -1].to(copy=True, dtype=torch.float32)
 
@@ -180,13 +180,13 @@ def _rounded(logits: Tensor, ready: Ready) -> Tensor:
     return logits.to(ready.found.dtype).float()
 
 
-def _leaves_alone(party: Any) -> bool:
+def _is_trusted(party: Any) -> bool:
     """Whether a party is known not to change the model between tokens, as transformers' own are."""
     known = type(party).__module__.startswith("transformers.generation.")
     return known and not isinstance(party, PrefixConstrainedLogitsProcessor)
 
 
-def _numbers(criteria) -> tuple[float, int | None, set[int]] | None:
+def _plain_criteria(criteria) -> tuple[float, int | None, set[int]] | None:
     """Criteria of length and end as numbers: (most tokens, the model's own limit, end tokens), or None."""
     most, reminding, last = float("inf"), None, set()
     for criterion in criteria:

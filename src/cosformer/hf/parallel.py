@@ -15,7 +15,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from accelerate.state import AcceleratorState
 from torch import Tensor
 
-from ..ops.shard import LIMIT, Shard
+from ..ops.shard import LIMIT, Shard, gathered
 
 
 @contextmanager
@@ -97,7 +97,7 @@ def check_order(shard: Shard, places: Tensor) -> None:
     else they would wait for it."""
     jumps = (places[:, 1:] != places[:, :-1] + 1) & (places[:, 1:] != 0)
     ends = torch.stack([places[:, 0], places[:, -1], jumps.any(1).to(places.dtype)])
-    first, last, jump = shard.gathered(ends).unbind(1)  # (ranks, B) each
+    first, last, jump = gathered(ends, shard.group).unbind(1)  # (ranks, B) each
     follows = F.pad(last[:-1] + 1, (0, 0, 1, 0))
     if bool((jump.bool() | ((first != 0) & (first != follows))).any()):
         raise ValueError(

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from ..ops.norm import rms_norm
-from ..ops.shard import LIMIT, Shard
+from ..ops.shard import LIMIT, Shard, gathered
 from .parallel import shard_of
 from .pretrained import (
     CosformerPreTrained,
@@ -179,7 +179,7 @@ def unpadded(mask: Tensor, length: int, seen: int, shard: Shard | None) -> Tenso
     mask = mask.long()
     before: Any = seen if mask.shape[1] < seen + length else 0
     if shard is not None:
-        before = shard.gathered(mask.sum(1, keepdim=True))[: shard.rank].sum(0)
+        before = gathered(mask.sum(1, keepdim=True), shard.group)[: shard.rank].sum(0)
     return (before + mask.cumsum(1) - 1).clamp_min(0)[:, -length:]
 
 

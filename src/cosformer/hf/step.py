@@ -21,7 +21,7 @@ from ..layer import LayerState
 from ..mixers.keys import Keys, room
 from ..ops.state import State
 from ..ops.step import Block, Blocks, takes
-from .blocks import block_of, ends_of, is_heard, outer
+from .blocks import block_of, ends_of, is_hooked, outer
 from .cache import CosformerCache
 from .interface import padding, reaches
 
@@ -67,7 +67,7 @@ def ready_for_ids(model: Any, cache: CosformerCache, rows: int) -> "Ready | None
     found: _Found | None = _known.get(model)
     if found is None or not found.current:
         found = _known[model] = _Found(stack, model)
-    return None if found.ends is None or is_heard(stack) else _ready(found, cache, rows)
+    return None if found.ends is None or is_hooked(stack) else _ready(found, cache, rows)
 
 
 def _ready(found: "_Found", cache: CosformerCache, rows: int) -> "Ready | None":
@@ -75,7 +75,7 @@ def _ready(found: "_Found", cache: CosformerCache, rows: int) -> "Ready | None":
     if any(layers[i].is_masked for i in found.softmax):
         found = found.linear
     ready: Ready | None = _bound.get(cache)
-    if ready is None or ready.found is not found or not ready.holds(cache, rows):
+    if ready is None or ready.found is not found or not ready.is_current(cache, rows):
         ready = _bound[cache] = Ready(found, cache, rows)
     return ready if ready.fits else None
 
@@ -88,7 +88,7 @@ def _own(x: Tensor) -> Tensor:
 class Ready:
     """The blocks of a model and the streams of a cache: all that one more token per row needs.
 
-    It holds the streams, and is valid as long as `holds` says that they are still the cache's own.
+    It holds the streams, and is valid as long as `is_current` says that they are still the cache's own.
     """
 
     def __init__(self, found: "_Found", cache: CosformerCache, rows: int):
@@ -115,7 +115,7 @@ class Ready:
                 for run in found.runs
             ]
 
-    def holds(self, cache: CosformerCache, rows: int) -> bool:
+    def is_current(self, cache: CosformerCache, rows: int) -> bool:
         """Whether the streams are still the cache's, all at one position and at the same addresses."""
         if not self.fits or rows != self.rows:
             return False
@@ -125,9 +125,9 @@ class Ready:
                 return False
         return [*map(Tensor.data_ptr, self._tensors)] == self._places
 
-    def hold(self) -> list[Tensor]:
+    def parameters(self) -> list[Tensor]:
         """The parameters: keeping the list keeps them where they are."""
-        return [t for run in self.found.runs if isinstance(run, tuple) for t in run[0].hold()]
+        return [t for run in self.found.runs if isinstance(run, tuple) for t in run[0].parameters()]
 
     def logits(self, cache: CosformerCache, ids: Tensor, places: Tensor | None) -> Tensor | None:
         """The logits (B, vocabulary), in float32, of ids (B,), at `places` (B,) if positions are learned."""
@@ -200,7 +200,8 @@ class _Found:
 
     def __init__(self, stack: Any, model: Any = None, *, softmax: bool = True):
         layers, dropout = list(stack.layers), stack.dropout
-        plain = type(dropout) is nn.Dropout and not is_heard(dropout) and not (dropout.training and dropout.p)
+        plain = type(dropout) is nn.Dropout and not is_hooked(dropout)
+        plain = plain and not (dropout.training and dropout.p)
         blocks = [block_of(layer, stack.parts) if plain else None for layer in layers]
         known = {i: block for i, block in enumerate(blocks) if block is not None}
         self.blocks = {i: block for i, block in known.items() if softmax or not block.softmax}
@@ -213,6 +214,11 @@ class _Found:
         self.ends = ends_of(stack, model) if model is not None and plain and own else None
         self.vocabulary = 0 if self.ends is None else len(self.ends.head.weight)
         self.learned = self.ends is not None and self.ends.positions is not None
+        self.runs = self._runs_of(layers)
+        self._fingerprint = _Fingerprint(stack, model)
+
+    def _runs_of(self, layers: list[Any]) -> list[Any]:
+        """Of consecutive blocks that the kernel takes: (Blocks, their indices); of others, the module."""
         runs: list[Any] = [] if self.ends is None else [[]]
         for i, layer in enumerate(layers):
             if i not in self.blocks:
@@ -223,11 +229,23 @@ class _Found:
                 runs.append([i])
         if self.ends is not None and not isinstance(runs[-1], list):
             runs.append([])
-        self.runs: list[Any] = [
+        return [
             run if isinstance(run, nn.Module) else (Blocks([self.blocks[i] for i in run], self.ends), run)
             for run in runs
         ]
-        parts = [stack.dropout, *(m for layer in layers for m in layer.modules())]
+
+    @property
+    def current(self) -> bool:
+        """Whether all is still as found: the same modules, tensors and hooks."""
+        same = self._fingerprint.matches()
+        return same and all(run[0].current for run in self.runs if isinstance(run, tuple))
+
+
+class _Fingerprint:
+    """The modules, tensors and hooks of a stack, and of a language model around it, as they were."""
+
+    def __init__(self, stack: Any, model: Any = None):
+        parts = [stack.dropout, *(m for layer in stack.layers for m in layer.modules())]
         entries = [(stack._modules, name, stack._modules[name]) for name in ("layers", "dropout")]
         if model is not None:
             parts += [part for part in outer(stack, model) if part is not None]
@@ -237,21 +255,18 @@ class _Found:
         entries += [entry for m in (stack.layers, *parts) for entry in _entries(m)]
         self._owners, self._names, self._values = zip(*entries)
         self._hooks = [hooks for m in parts for hooks in (m._forward_hooks, m._forward_pre_hooks)]
-        self._heard = [*map(bool, self._hooks)]
+        self._hooked = [*map(bool, self._hooks)]
         self._parts, self._kinds = parts, [*map(type, parts)]
         self._norms = [(m, m.variance_epsilon) for m in parts if hasattr(m, "variance_epsilon")]
         self._dropouts = [m for m in parts if isinstance(m, nn.Dropout) and m.p > 0]
 
-    @property
-    def current(self) -> bool:
-        """Whether all is still as found: the same modules, tensors and hooks."""
+    def matches(self) -> bool:
+        """Whether all is still as it was."""
         same = all(map(is_, map(dict.get, self._owners, self._names), self._values))
         same = same and [*map(type, self._parts)] == self._kinds
         same = same and all(m.variance_epsilon == eps for m, eps in self._norms)
         same = same and not any(m.training for m in self._dropouts)
-        if not same or _has_any_global_hook() or [*map(bool, self._hooks)] != self._heard:
-            return False
-        return all(run[0].current for run in self.runs if isinstance(run, tuple))
+        return same and not _has_any_global_hook() and [*map(bool, self._hooks)] == self._hooked
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[dict, str, object]]:

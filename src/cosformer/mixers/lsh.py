@@ -99,8 +99,8 @@ class Reformer(Mixer):
 
 def _meet(code: Tensor, i: Tensor, j: Tensor, reach: int) -> Tensor:
     """Which of i (B, H, R, n, C) and j (B, H, R, n, K) have codes (B, H, R, N) at most `reach` apart."""
-    nobody = torch.iinfo(code.dtype).max // 2
-    code = F.pad(code, (0, 1), value=nobody)  # position N, `_around`'s fill
+    no_code = torch.iinfo(code.dtype).max // 2
+    code = F.pad(code, (0, 1), value=no_code)  # position N, `_around`'s fill
     mine, theirs = (code.gather(-1, at.flatten(3)).view(at.shape) for at in (i, j))
     return (mine[..., None] - theirs[..., None, :]).abs() <= reach
 

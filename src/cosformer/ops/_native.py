@@ -228,8 +228,9 @@ def plan(x: Inputs, call: Call, graph: bool) -> Run | None:
     packed, large = _packed(x, y, call, angles), y.out.nbytes >= _LARGE
     shape, strides = y.out.shape, y.out.stride()
     state_shape, state_strides = ((), ()) if y.after is None else (y.after.shape, y.after.stride())
-    keeps_norm, norms = graph or call.two_sided(x), y.norm.numel()
+    keeps_norm, layout = graph or call.two_sided(x), call.rest(x)
     hidden = 0 if y.after is None or call.keep_state or not graph else y.after.numel()  # for backward only
+    rest_shape, hidden_offset = (layout.norm_size + hidden,), layout.hidden_offset
 
     def run(q, k, v, decay, mask, before, position, held=angles):
         out = q.new_empty_strided(shape, strides)
@@ -238,10 +239,10 @@ def plan(x: Inputs, call: Call, graph: bool) -> Run | None:
             after = q.new_empty_strided(state_shape, state_strides, dtype=torch.float32)
             after_at = after.data_ptr()
         if keeps_norm:
-            rest = q.new_empty_strided((norms + hidden,), (1,), dtype=torch.float32)
+            rest = q.new_empty_strided(rest_shape, (1,), dtype=torch.float32)
             norm_at = rest.data_ptr()
             if hidden:
-                after_at = norm_at + 4 * norms
+                after_at = norm_at + hidden_offset
         if large:
             _fresh(out)
         places = _PLACES.pack(

@@ -63,6 +63,10 @@ class Call(NamedTuple):
         B, H, _, D = q.shape
         return B, H, 2 * D if self.cosine else D, v.shape[3] + 1
 
+    def rest(self, x: Inputs) -> "Rest":
+        """How a Run of such calls lays out what it leaves for the backward."""
+        return Rest(x.q.shape[:3], self.state_shape(x.q, x.v))
+
 
 class Outputs(NamedTuple):
     """What a call returns."""
@@ -107,9 +111,30 @@ class Grads(NamedTuple):
         return cls(q, k, v, decay, state)
 
 
+class Rest:
+    """Layout of the flat tensor, in float32, that a Run leaves for the backward: the normaliser, then the
+    state if it is not wanted (hidden).
+    """
+
+    __slots__ = ("hidden_offset", "norm", "norm_size", "state")
+
+    def __init__(self, norm: torch.Size, state: tuple[int, ...]):
+        self.norm, self.state = norm, state  # their shapes
+        self.norm_size = norm.numel()
+        self.hidden_offset = 4 * self.norm_size  # in bytes
+
+    def parts(self, rest: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The normaliser and the hidden state, if there is one."""
+        hidden = rest[self.norm_size :].view(self.state) if len(rest) > self.norm_size else None
+        return rest[: self.norm_size].view(self.norm), hidden
+
+    def hidden_at(self, rest: Tensor) -> int:
+        """The address of the hidden state; 0 if there is none."""
+        return rest.data_ptr() + self.hidden_offset if len(rest) > self.norm_size else 0
+
+
 # A forward or backward prepared for all calls with tensors like these (plan.py).
-# Run: q, k, v, decay, key_mask, state, position -> out; `after`, if wanted; and with a graph one flat tensor
-# for the backward: the normaliser, then the state if it is not wanted.
+# Run: q, k, v, decay, key_mask, state, position -> out; `after`, if wanted; and with a graph `Rest`'s tensor.
 # RunBackward: dout, dafter, Run's tensors, out, the addresses of normaliser and state, position -> Grads.
 Run = Callable[..., tuple[Tensor, Tensor | None, Tensor | None]]
 RunBackward = Callable[..., Grads]

@@ -61,7 +61,7 @@ def grouped(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
-def past(state: Tensor, fade: Tensor | None) -> Tensor:
+def faded_state(state: Tensor, fade: Tensor | None) -> Tensor:
     """A state (B, H, F, E + 1), faded across the segment that follows it."""
     return state if fade is None else state * fade[..., None, None]
 

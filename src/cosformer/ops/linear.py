@@ -155,8 +155,8 @@ def linear_state(
     """The state of all keys: cross attention's memory for `linear_read`, read at constant cost; or a segment
     of a stream that begins at `position`, for `State.then`, with each key faded up to the segment's end.
     """
-    nobody = k[:, :1, :0].expand(-1, heads, -1, -1)  # no queries
-    q, k, v = _checked(nobody, k, v, key_mask)
+    no_queries = k[:, :1, :0].expand(-1, heads, -1, -1)
+    q, k, v = _checked(no_queries, k, v, key_mask)
     horizons = tuple(horizon_list(horizon, heads))
     call = Call(horizons, position=position, relu=relu, keep_state=True, backend=backend)
     _check_options(call)

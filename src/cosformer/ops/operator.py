@@ -263,18 +263,18 @@ _PLAIN = frozenset((Tensor, torch.nn.Parameter))  # a subclass, such as a fake t
 
 
 def attend(x: Inputs, call: Call) -> Outputs:
-    run = _watched(x, forward_op, _Attention.apply)
+    run = _dispatch_form(x, forward_op, _Attention.apply)
     return _forward(x, call) if run is None else _gathered(run(*x, *call), Outputs)[0]
 
 
 def attend_backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> Grads:
-    run = _watched((*upstream, *x, *y), backward_op, _Gradient.apply)
+    run = _dispatch_form((*upstream, *x, *y), backward_op, _Gradient.apply)
     if run is None:
         return _backward(upstream, x, y, call)
     return Grads._make(run(*upstream, *x, *y, *call))
 
 
-def _watched(tensors, traced: Callable, differentiated: Callable) -> Callable | None:
+def _dispatch_form(tensors, traced: Callable, differentiated: Callable) -> Callable | None:
     """The form of the operator that tracing or autograd needs for these tensors; None for a plain call."""
     given = [x for x in tensors if x is not None]
     tracing = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode()

@@ -21,7 +21,8 @@ While a message is under way, a rank works on pairs of its own queries and keys.
 
 import functools
 import math
-from typing import Any, NamedTuple
+from enum import Enum, auto
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -37,7 +38,7 @@ from .checks import (
     rates_of,
     readable,
 )
-from .fades import Fades, fades, grouped, past
+from .fades import Fades, faded_state, fades, grouped
 from .operator import attend, attend_backward, autocast, check_backend
 from .shard import Shard
 from .state import State
@@ -92,36 +93,35 @@ def linear_sharded(
     return out, State(after, shard.total, horizons) if causal else None
 
 
-class _Way(NamedTuple):
+class _Way(Enum):
     """A direction in which states travel: toward which end keys fade, and from which end queries read."""
 
-    name: str
+    RIGHTWARD = auto()
+    LEFTWARD = auto()
+    EVERYWHERE = auto()
 
     def keys(self, left: Fades, k: Tensor, key_mask: Tensor | None) -> Tensor:
-        return left.starting(k, key_mask) if self is LEFTWARD else left.ending(k, key_mask)
+        return left.starting(k, key_mask) if self is _Way.LEFTWARD else left.ending(k, key_mask)
 
     def queries(self, left: Fades, q: Tensor) -> Tensor:
-        return left.ending(q) if self is LEFTWARD else left.starting(q)
+        return left.ending(q) if self is _Way.LEFTWARD else left.starting(q)
 
     def before(self, shard: Shard) -> list[int]:
         """The ranks whose states reach this one, in their order of travel."""
-        if self is EVERYWHERE:
+        if self is _Way.EVERYWHERE:
             return list(range(shard.size))
-        return [*range(shard.rank)] if self is RIGHTWARD else [*range(shard.size - 1, shard.rank, -1)]
+        return [*range(shard.rank)] if self is _Way.RIGHTWARD else [*range(shard.size - 1, shard.rank, -1)]
 
     def after(self, shard: Shard) -> list[int]:
         """The ranks whose gradients come back to this one, in their order of travel."""
-        back = {RIGHTWARD: LEFTWARD, LEFTWARD: RIGHTWARD, EVERYWHERE: EVERYWHERE}
-        return back[self].before(shard)
-
-
-RIGHTWARD, LEFTWARD, EVERYWHERE = map(_Way, ("rightward", "leftward", "everywhere"))
+        back = {_Way.RIGHTWARD: _Way.LEFTWARD, _Way.LEFTWARD: _Way.RIGHTWARD}
+        return back.get(self, self).before(shard)
 
 
 def _ways(causal: bool, left: Fades) -> tuple[_Way, ...]:
     if causal:
-        return (RIGHTWARD,)
-    return (EVERYWHERE,) if left.whole is None else (RIGHTWARD, LEFTWARD)
+        return (_Way.RIGHTWARD,)
+    return (_Way.EVERYWHERE,) if left.whole is None else (_Way.RIGHTWARD, _Way.LEFTWARD)
 
 
 class _Sharded(torch.autograd.Function):
@@ -143,7 +143,7 @@ class _Sharded(torch.autograd.Function):
             sent.append(left.whole.to(sent[0].dtype))
         arrive = shard.gather(*sent)
         parts = []  # what queries read: sums and normalisers
-        if EVERYWHERE not in ways:
+        if _Way.EVERYWHERE not in ways:
             parts.append(_sums(_local(q, k, v, decay, key_mask, shard, call), call))
         states = arrive()
         passed = states.pop() if left.whole is not None else None  # every rank's fade
@@ -176,7 +176,7 @@ class _Sharded(torch.autograd.Function):
             total.query(way, seen, dseen)
             sent.append(dstate)
         arrive = shard.gather(*sent)
-        if EVERYWHERE not in ways:
+        if _Way.EVERYWHERE not in ways:
             total.local(_local_backward(dout, q, k, v, decay, key_mask, y, shard, call))
         for way, state, dstates in zip(ways, incoming, arrive(), strict=True):
             dstate = _scan(dstates, passed, way.after(shard))
@@ -200,7 +200,7 @@ class _Totals:
 
     def query(self, way: _Way, seen: Tensor, dseen: Tensor) -> None:
         self.dq += way.queries(self.left, dseen)
-        self._faded(self.end if way is LEFTWARD else self.start, seen, dseen)
+        self._faded(self.end if way is _Way.LEFTWARD else self.start, seen, dseen)
 
     def local(self, grads: Grads) -> None:
         self.dq += grads.q
@@ -212,7 +212,7 @@ class _Totals:
         dk = way.keys(self.left, dseen, None)
         self.dk += _ungrouped(dk, self.dk.shape[1])
         self.dv += _ungrouped(dv, self.dv.shape[1])
-        self._faded(self.start if way is LEFTWARD else self.end, seen, dseen)
+        self._faded(self.start if way is _Way.LEFTWARD else self.end, seen, dseen)
         self.whole += dwhole
 
     def _faded(self, total: Tensor, seen: Tensor, dseen: Tensor) -> None:
@@ -251,8 +251,8 @@ def _segment_backward(dstate: Tensor, k: Tensor, v: Tensor, key_mask, q: Tensor,
 
 
 def _kept(k: Tensor, v: Tensor, key_mask: Tensor | None, q: Tensor) -> Inputs:
-    nobody = q[:, :, :0].to(k.dtype)
-    return Inputs(nobody, k, grouped(v, k.shape[1]).to(k.dtype), key_mask=key_mask)
+    no_queries = q[:, :, :0].to(k.dtype)
+    return Inputs(no_queries, k, grouped(v, k.shape[1]).to(k.dtype), key_mask=key_mask)
 
 
 def _read(q: Tensor, state: Tensor, call: Call) -> Outputs:
@@ -315,7 +315,7 @@ def _scan(states: Tensor, fade: Tensor | None, ranks) -> Tensor:
     """The sum of these ranks' states, each faded across the ranks after its own."""
     total = torch.zeros_like(states[0])
     for rank in ranks:
-        total = past(total, None if fade is None else fade[rank]) + states[rank]
+        total = faded_state(total, None if fade is None else fade[rank]) + states[rank]
     return total
 
 

@@ -63,10 +63,10 @@ class _Like:
 class Plan:
     """What remains of a call once it is checked and packed."""
 
-    __slots__ = ("backend", "backwards", "call", "graph", "last", "latest", "like", "run")
+    __slots__ = ("backend", "backwards", "call", "graph", "last", "latest", "layout", "like", "run")
 
     def __init__(self, run: Run, backend: Backend, x: Inputs, call: Call, *, graph: bool):
-        self.run, self.call, self.graph = run, call, graph
+        self.run, self.call, self.graph, self.layout = run, call, graph, call.rest(x)
         self.like = _Like((x.q, x.k, x.v, x.decay, x.key_mask, x.state))
         self.backend, self.backwards = backend, dict[tuple | None, tuple[_Like, RunBackward]]()
         self.latest: dict[bool, tuple[_Like, RunBackward]] = {}  # latest backward, by dafter is None
@@ -84,34 +84,40 @@ class Plan:
     def gradients(self, dout, dafter, tensors, out, after, rest, position) -> Grads:
         """The gradients of a call that this plan ran; its saved tensors may have moved since."""
         given = (dout, dafter, *tensors, out, after, rest)
-        planned = dout is not None and not is_grad_enabled() and not _is_watched()
+        planned = dout is not None and not is_grad_enabled() and not _plans_are_off()
         found = self.latest.get(dafter is None) if planned else None
-        norms = out.numel() // out.shape[3]
         if found is None or not found[0](given):
             like = _alike(*given) if planned else None
             found = self.backwards.get(like)
             if found is None:
-                q, k, v, decay, key_mask, state = tensors
-                x = Inputs(q, k, v, decay, key_mask, None, state)
-                call = self.call._replace(position=position)
-                hidden = None if after is not None or len(rest) == norms else rest[norms:]
-                whole = after if hidden is None else hidden.view(call.state_shape(q, v))
-                y, run = Outputs(out, rest[:norms].view(out.shape[:3]), whole), None
-                mapped = any(t is not None and is_functorch_wrapped_tensor(t) for t in (dout, dafter))
-                if like is not None and not mapped:
-                    run = self.backend.plan_backward(Upstream(dout, dafter), x, y, call)
-                if run is None:
+                x, y, call = self._ran(tensors, out, after, rest, position)
+                found = self._backward_for(like, given, x, y, call)
+                if found is None:
                     return gradients(dout, dafter, x, y, call)
-                if len(self.backwards) >= MOST:
-                    self.backwards.clear()
-                found = self.backwards[like] = _Like(given), run
             self.latest[dafter is None] = found
-        norm_at, after_at = rest.data_ptr(), 0
-        if after is not None:
-            after_at = after.data_ptr()
-        elif len(rest) > norms:
-            after_at = norm_at + 4 * norms
-        return found[1](dout, dafter, *tensors, out, norm_at, after_at, position)
+        after_at = self.layout.hidden_at(rest) if after is None else after.data_ptr()
+        return found[1](dout, dafter, *tensors, out, rest.data_ptr(), after_at, position)
+
+    def _ran(self, tensors, out, after, rest, position) -> tuple[Inputs, Outputs, Call]:
+        """The call that this plan ran, as the operator takes it."""
+        q, k, v, decay, key_mask, state = tensors
+        call = self.call._replace(position=position)
+        norm, hidden = self.layout.parts(rest)
+        y = Outputs(out, norm, hidden if after is None else after)
+        return Inputs(q, k, v, decay, key_mask, None, state), y, call
+
+    def _backward_for(self, like, given, x, y, call) -> tuple[_Like, RunBackward] | None:
+        """A backward for tensors like these, made and kept; None if there can be none."""
+        dout, dafter = given[:2]
+        if like is None or any(t is not None and is_functorch_wrapped_tensor(t) for t in (dout, dafter)):
+            return None
+        run = self.backend.plan_backward(Upstream(dout, dafter), x, y, call)
+        if run is None:
+            return None
+        if len(self.backwards) >= MOST:
+            self.backwards.clear()
+        found = self.backwards[like] = _Like(given), run
+        return found
 
 
 def find(tensors: tuple, options: tuple) -> tuple[tuple | None, Plan | None]:
@@ -119,7 +125,7 @@ def find(tensors: tuple, options: tuple) -> tuple[tuple | None, Plan | None]:
 
     The tensors are q, k, v, decay, key_mask, state. Options that are equal must mean the same: True == 1.
     """
-    if _is_watched() or _top_saved_tensors_default_hooks(False) is not None:
+    if _plans_are_off() or _top_saved_tensors_default_hooks(False) is not None:
         return None, None  # checkpointing's hooks compare what is saved, which must not depend on plans
     _, _, _, decay, key_mask, state = tensors
     missing = decay is None, key_mask is None, state is None
@@ -148,7 +154,7 @@ def clear() -> None:
     _latest.clear()
 
 
-def _is_watched() -> bool:
+def _plans_are_off() -> bool:
     """Whether plans are off now, for a reason that the tensors do not show."""
     return is_compiling() or forward_ad._current_level >= 0
 

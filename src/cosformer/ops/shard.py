@@ -75,10 +75,6 @@ class Shard:
 
         return arrived
 
-    def gathered(self, x: Tensor) -> Tensor:
-        """x of every rank, in a new first dimension; differentiable."""
-        return gathered(x, self.group)
-
     def halo(self, x: Tensor, before: int, after: int) -> tuple[Tensor, Tensor]:
         """The tokens (B, before, C) and (B, after, C) beside x (B, L, C); 0 beyond the ends of a sequence."""
         left, right = self._beside(x, before, after)
@@ -93,7 +89,7 @@ class Shard:
 
     def _beside(self, x: Tensor, before: int, after: int) -> tuple[Tensor, Tensor]:
         sent = torch.cat([_last(x, before), _first(x, after)], 1)
-        tails, heads = self.gathered(sent).split([before, after], 2)
+        tails, heads = gathered(sent, self.group).split([before, after], 2)
         left = [_last(t, min(n, before)) for t, n in zip(tails[: self.rank], self.lengths, strict=False)]
         later = self.lengths[self.rank + 1 :]
         right = [t[:, :n] for t, n in zip(heads[self.rank + 1 :], later, strict=True)]
@@ -101,7 +97,7 @@ class Shard:
 
     def last(self, x: Tensor, count: int) -> Tensor:
         """The last tokens (B, count, C) of the whole sequence, the same in every process."""
-        tails = self.gathered(_last(x, count))
+        tails = gathered(_last(x, count), self.group)
         ends = [_last(t, min(n, count)) for t, n in zip(tails, self.lengths, strict=True)]
         return _last(torch.cat(ends, 1), count)
 
@@ -109,7 +105,7 @@ class Shard:
         """x of the whole sequence, gathered along its dimension `dim`; differentiable."""
         longest = max(self.lengths)
         missing = [0, 0] * (x.ndim - dim - 1) + [0, longest - x.shape[dim]]
-        parts = self.gathered(F.pad(x, missing))
+        parts = gathered(F.pad(x, missing), self.group)
         return torch.cat([t.narrow(dim, 0, n) for t, n in zip(parts, self.lengths, strict=True)], dim)
 
     def with_halo(self, x: Tensor, before: int, after: int) -> tuple[Tensor, Tensor | None]:

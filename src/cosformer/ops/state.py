@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .call import Call, Inputs
 from .checks import check_horizons, shown
-from .fades import fades, past
+from .fades import faded_state, fades
 from .operator import attend
 
 
@@ -73,7 +73,8 @@ class State:
             )
         check_horizons(other.horizons, self.horizons)
         fades = [fade for fade in (self.fade, other.fade) if fade is not None]
-        tensor, horizons = past(self.tensor, other.fade) + other.tensor, self.horizons or other.horizons
+        tensor = faded_state(self.tensor, other.fade) + other.tensor
+        horizons = self.horizons or other.horizons
         fade = torch.stack(fades).prod(0) if fades else None
         return State(tensor, other.position, horizons, start=self.start, fade=fade)
 

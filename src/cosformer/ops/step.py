@@ -159,8 +159,8 @@ class Blocks:
         sizes = (Tensor.data_ptr, Tensor.stride, Tensor.numel)
         return [*(number for of in sizes for number in map(of, self._tensors)), *kinds]
 
-    def hold(self) -> list[Tensor]:
-        """The tensors this reads: keeping the list keeps their memory, even if parameters are replaced."""
+    def parameters(self) -> list[Tensor]:
+        """The tensors this reads: keeping the list keeps their memory, even if the model's are replaced."""
         return [t.detach() for t in self._tensors]
 
     def packed(self, kept: Sequence[tuple[Tensor, ...]]) -> bytes:

@@ -77,7 +77,7 @@ class Sharded(Seq2SeqTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is None or not self.is_fsdp_enabled:
             if self.args.device.type == "cpu":  # older transformers load to cpu:0, which torch refuses
-                vars(self.args)["_setup_devices"] = torch.device("cpu")  # what `device` has cached
+                self.args.__dict__["_setup_devices"] = torch.device("cpu")  # what `device` has cached
             super()._load_optimizer_and_scheduler(checkpoint)
             return
         numbered = torch.load(Path(checkpoint) / OPTIMIZER, map_location="cpu", weights_only=True)

@@ -75,8 +75,6 @@ void weigh(const cosformer_convolution_call &c, float *dweight, int64_t b, int64
 
 }  // namespace
 
-#define EXPORT __attribute__((visibility("default")))
-
 EXPORT int cosformer_convolution(const cosformer_convolution_call *call) try {
     const cosformer_convolution_call &c = *call;
     const int64_t blocks = (c.L + RUN - 1) / RUN, tasks = c.B * blocks;

@@ -48,6 +48,8 @@
 
 #include <stdint.h>
 
+#define EXPORT __attribute__((visibility("default")))  /* of the definitions of the functions below */
+
 #ifdef __cplusplus
 extern "C" {
 #endif

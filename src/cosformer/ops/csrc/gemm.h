@@ -80,7 +80,9 @@ struct Joined {
     const float *x = nullptr;
     int64_t ldx = 0;
 
-    Joined at(int64_t i, int64_t j) const { return {c + i * ld + j / PARTS, ld, {by[0] + i, by[1] + i}, x ? x + i * ldx + j / PARTS : nullptr, ldx}; }
+    Joined at(int64_t i, int64_t j) const {
+        return {c + i * ld + j / PARTS, ld, {by[0] + i, by[1] + i}, x ? x + i * ldx + j / PARTS : nullptr, ldx};
+    }
     vec first(int, int) const { return vec{}; }
     template <int R>
     void put(const vec (&product)[R][VECS]) const {  // loads before stores: no load waits to learn that no store has its address
@@ -101,8 +103,8 @@ struct Joined {
 // `count` tiles of R rows one below the other: a (count R x steps) * b (steps x COLS).  Not inlined: what the compiler inlines changes
 // with every product added elsewhere, and with it the time of the existing ones, by 5 to 10 %.
 template <int R, Layout A, class Done, class Between>
-__attribute__((noinline)) void tiles(int64_t count, int64_t steps, const float *a, int64_t lda, const float *b, int64_t ldb, const Done &done,
-                                     Between &between) {
+__attribute__((noinline)) void tiles(int64_t count, int64_t steps, const float *a, int64_t lda, const float *b, int64_t ldb,
+                                     const Done &done, Between &between) {
     for (int64_t k = 0; k < count; k++, a += A == Plain ? R * lda : R) {
         between();
         const Done to = done.at(k * R, 0);
@@ -131,7 +133,8 @@ inline void tile_of(int64_t rows, Args &...args) {  // tiles<rows>, for a number
 // b hold only reaches the spare columns of c.  Columns are the outer loop: a strip of b stays in L1 while a streams past.  between() is
 // called before every tile.
 template <Layout A, class Done, class Between>
-void gemm(int64_t m, int64_t n, int64_t steps, const float *a, int64_t lda, const float *b, int64_t ldb, const Done &done, Between &between) {
+void gemm(int64_t m, int64_t n, int64_t steps, const float *a, int64_t lda, const float *b, int64_t ldb, const Done &done,
+          Between &between) {
     // A tile of few rows waits for its own additions, so the last two tiles share the remaining rows.
     const int64_t whole = std::max<int64_t>(0, m % ROWS < 4 && m % ROWS ? m / ROWS - 1 : m / ROWS);
     for (int64_t j = 0; j < n; j += COLS) {

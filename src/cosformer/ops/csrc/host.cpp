@@ -33,8 +33,6 @@ static bool has_avx512() {
 }
 #endif
 
-#define EXPORT extern "C" __attribute__((visibility("default")))
-
 EXPORT void cosformer_expect(void *data, int64_t bytes) {
 #ifdef MADV_HUGEPAGE
     constexpr uintptr_t HUGE = 1 << 21;

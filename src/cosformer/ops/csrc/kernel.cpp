@@ -52,7 +52,8 @@ int run(const cosformer_call &call, const cosformer_grads *grads) try {
 
     const int64_t heads = call.B * call.H, tasks = heads * static_cast<int64_t>(order.size());
     int64_t threads = host::forked() ? 1 : call.threads;
-    const bool one_token = !grads && call.causal && call.L == 1 && call.S == 1 && !call.q_offset && call.state_in.data && call.state_out.data;
+    const bool one_token = !grads && call.causal && call.L == 1 && call.S == 1 && !call.q_offset &&
+                           call.state_in.data && call.state_out.data;
     if (heads * (call.L + call.S) * call.D * call.E < 1 << 17) threads = 1;  // waking a thread would take longer
     const bool share = tasks < threads;  // then all threads work on one task at a time
     std::atomic<bool> refused{false};
@@ -89,8 +90,6 @@ cosformer_grads at(cosformer_grads g, const cosformer_grad_places &p) {
 
 }  // namespace
 
-#define EXPORT __attribute__((visibility("default")))
-
 EXPORT int cosformer_forward(const cosformer_call *call, const cosformer_places *places) {
     return run(places ? at(*call, *places) : *call, nullptr);
 }
@@ -101,7 +100,9 @@ EXPORT int cosformer_backward(const cosformer_call *call, const cosformer_grads 
 }
 EXPORT int64_t cosformer_abi(void) {
     int64_t abi = 0;
-    for (size_t size : {sizeof(cosformer_call), sizeof(cosformer_places), sizeof(cosformer_grads), sizeof(cosformer_grad_places), sizeof(cosformer_convolution_call), sizeof(cosformer_norm_call), sizeof(cosformer_block), sizeof(cosformer_kept), sizeof(cosformer_ends)})
+    for (size_t size : {sizeof(cosformer_call), sizeof(cosformer_places), sizeof(cosformer_grads), sizeof(cosformer_grad_places),
+                        sizeof(cosformer_convolution_call), sizeof(cosformer_norm_call), sizeof(cosformer_block),
+                        sizeof(cosformer_kept), sizeof(cosformer_ends)})
         abi = (1000 * abi + static_cast<int64_t>(size)) % 1000000007;
     return abi;
 }

@@ -49,8 +49,6 @@ struct Norm {
 
 }  // namespace
 
-#define EXPORT __attribute__((visibility("default")))
-
 EXPORT int cosformer_norm(const cosformer_norm_call *call) try {
     const cosformer_norm_call &c = *call;
     const int64_t threads = host::forked() ? 1 : std::clamp<int64_t>(c.rows / RUN, 1, c.threads);

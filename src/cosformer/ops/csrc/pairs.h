@@ -108,7 +108,8 @@ class Pairs : protected Loaded {
         for (int n = 0; n < COLS; n += W) {
             const ivec column = columns_from(j + n);
             const vec product = load(s + n) * load(ds + n);
-            const vec seen = column < static_cast<int>(std::min(i, end)) ? product : (column > static_cast<int>(i)) & (column < static_cast<int>(end)) ? -product : vec{};
+            const vec seen = column < static_cast<int>(std::min(i, end)) ? product
+                             : (column > static_cast<int>(i)) & (column < static_cast<int>(end)) ? -product : vec{};
             store(p + n, seen), total += seen;
         }
         for (int n = 0; n < COLS; n++) columns[n] += p[n];
@@ -125,7 +126,8 @@ class Pairs : protected Loaded {
     void add_dk_dv(const Chunk &c, bool pulled) {
         for (int64_t j = 0; j < c.n; j += COLS) {
             int64_t rows = std::min<int64_t>(COLS, c.n - j), first = s.causal ? j : 0, queries = c.n - first;
-            gemm<Transposed>(rows, D, queries, dscores + first * ldC + j, ldC, q + first * ldD, ldD, Added{dx + j * ldD, ldD, pulled ? 1.f : 0.f}, soon);
+            gemm<Transposed>(rows, D, queries, dscores + first * ldC + j, ldC, q + first * ldD, ldD,
+                             Added{dx + j * ldD, ldD, pulled ? 1.f : 0.f}, soon);
             gemm<Transposed>(E, COLS, queries, dy + first * ldE, ldE, scores + first * ldC + j, ldC, Added{yt + j, ldC, 1}, soon);
         }
     }

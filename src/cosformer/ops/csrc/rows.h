@@ -95,7 +95,8 @@ inline void read_run(const Half *from, float *to, int64_t n, float least) {
 inline void write_run(const float *from, Half *to, int64_t n, float scale) {
     int64_t i = 0;
     for (; i + 8 <= n; i += 8)
-        _mm_storeu_si128(reinterpret_cast<__m128i *>(to + i), _mm256_cvtps_ph(_mm256_mul_ps(_mm256_set1_ps(scale), _mm256_loadu_ps(from + i)), 0));
+        _mm_storeu_si128(reinterpret_cast<__m128i *>(to + i),
+                         _mm256_cvtps_ph(_mm256_mul_ps(_mm256_set1_ps(scale), _mm256_loadu_ps(from + i)), 0));
     for (; i < n; i++) from_float(scale * from[i], to[i]);
 }
 #endif
@@ -108,7 +109,9 @@ struct Rows {
     Rows() = default;
     Rows(const cosformer_tensor &t, int64_t b, int64_t h, int64_t first_row = 0)
         : dtype(t.dtype), row(t.stride[2]), column(t.stride[3]) {
-        if (t.data) data = static_cast<char *>(t.data) + (b * t.stride[0] + h * t.stride[1] + first_row * row) * (dtype == COSFORMER_F32 ? 4 : 2);
+        if (t.data)
+            data = static_cast<char *>(t.data) +
+                   (b * t.stride[0] + h * t.stride[1] + first_row * row) * (dtype == COSFORMER_F32 ? 4 : 2);
     }
 
     // Calls what(pointer to row i's first element); the pointer has the tensor's own type.

@@ -32,7 +32,8 @@ struct Sequence {
     // Rates must be finite and 0 or more; NaN is neither.
     bool has_valid_rates() const {
         bool valid = true;
-        for (int64_t t = 0, n = !rate ? 0 : rate_per_position ? S : 1; t < n; t++) valid &= rate[t * rate_step] >= 0 && rate[t * rate_step] < INFINITY;
+        for (int64_t t = 0, n = !rate ? 0 : rate_per_position ? S : 1; t < n; t++)
+            valid &= rate[t * rate_step] >= 0 && rate[t * rate_step] < INFINITY;
         return valid;
     }
     bool seen(int64_t key) const { return !mask || mask[key * mask_step]; }

@@ -18,7 +18,8 @@ namespace {
 // what(row, b, (scale w x_b + bias)[row]) for the rows [first, last) of w (., n); x is (B, n).  Every weight comes from memory once, in
 // order.
 template <class Weight, class T, class What>
-void project(const Weight *w, const float *scales, const T *bias, int64_t first, int64_t last, const float *x, int64_t B, int64_t n, What what) {
+void project(const Weight *w, const float *scales, const T *bias, int64_t first, int64_t last, const float *x, int64_t B, int64_t n,
+             What what) {
     for (int64_t row = first; row < last; row++) {
         const float scale = scales ? scales[row] : 1, add = bias ? to_float(bias[row]) : 0;
         float y[2];
@@ -49,7 +50,8 @@ class Step {
             qkv = std::max(qkv, (b->heads + 2 * b->kv_heads) * b->size), heads = std::max(heads, b->heads);
             wide = std::max(wide, b->heads * b->size), hidden = std::max(hidden, b->hidden);
         }
-        for (auto [buffer, size] : {std::pair(&qkv_, qkv), {&rates_, heads}, {&gates_, wide}, {&mixed_, wide}, {&hidden_, hidden}}) buffer->resize(B * size);
+        for (auto [buffer, size] : {std::pair(&qkv_, qkv), {&rates_, heads}, {&gates_, wide}, {&mixed_, wide}, {&hidden_, hidden}})
+            buffer->resize(B * size);
     }
 
     // x = the rows of the tables for these tokens; false if there is no such row.
@@ -218,9 +220,8 @@ int run(const cosformer_block *blocks, const cosformer_kept *kept, int64_t count
 
 }  // namespace
 
-__attribute__((visibility("default"))) int cosformer_step(const cosformer_block *blocks, const cosformer_kept *kept, int64_t count,
-                                                          int64_t dtype, float *x, int64_t B, int64_t C, int64_t position, int64_t threads,
-                                                          const cosformer_ends *ends, const int64_t *ids, const int64_t *places,
-                                                          float *logits) {
+EXPORT int cosformer_step(const cosformer_block *blocks, const cosformer_kept *kept, int64_t count, int64_t dtype, float *x, int64_t B,
+                          int64_t C, int64_t position, int64_t threads, const cosformer_ends *ends, const int64_t *ids,
+                          const int64_t *places, float *logits) {
     return (dtype == COSFORMER_BF16 ? run<Bf16> : run<float>)(blocks, kept, count, x, B, C, position, threads, ends, ids, places, logits);
 }

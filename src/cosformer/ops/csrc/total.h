@@ -48,14 +48,18 @@ class Total {
     void import_state(State &state, const Rows &from) const {
         const float *data = reinterpret_cast<const float *>(from.data);
         std::fill_n(state.at + E * ldF, ldF, 0.f);  // its spare columns are multiplied by zeros, and must not be NaN
-        blocks(D, [&](int64_t p, int64_t d, int64_t n) { transpose(data + (p * D + d) * from.row, from.row, n, E + 1, state.at + column(p, d), ldF); });
+        blocks(D, [&](int64_t p, int64_t d, int64_t n) {
+            transpose(data + (p * D + d) * from.row, from.row, n, E + 1, state.at + column(p, d), ldF);
+        });
         if (state.lost) std::fill_n(state.lost, state_size(), 0.f);
         state.empty = false;
     }
     void export_state(const State &state, const Rows &to) const {
         float *data = reinterpret_cast<float *>(to.data);
         if (state.empty) for (int64_t f = 0; f < s.F; f++) std::fill_n(data + f * to.row, E + 1, 0.f);
-        else blocks(D, [&](int64_t p, int64_t d, int64_t n) { transpose(state.at + column(p, d), ldF, E + 1, n, data + (p * D + d) * to.row, to.row); });
+        else blocks(D, [&](int64_t p, int64_t d, int64_t n) {
+            transpose(state.at + column(p, d), ldF, E + 1, n, data + (p * D + d) * to.row, to.row);
+        });
     }
 
     // Reading takes the state transposed; every thread's worker transposes it for itself.
@@ -63,7 +67,8 @@ class Total {
         if (!state.empty)
             blocks(D, [&](int64_t p, int64_t d, int64_t n) {
                 for (int64_t e = 0; e < E; e += HALF)
-                    transpose(state.at + e * ldF + column(p, d), ldF, std::min<int64_t>(HALF, E - e), n, turned + d * ldR + column(p, e), ldR);
+                    transpose(state.at + e * ldF + column(p, d), ldF, std::min<int64_t>(HALF, E - e), n,
+                              turned + d * ldR + column(p, e), ldR);
             });
     }
 
@@ -258,7 +263,8 @@ class Total {
             return;
         }
         const float *x = s.relu ? through.at : nullptr;
-        if (s.parts == 2) gemm<Plain>(n, columns(size), steps, left, ld, state, ld_state, Joined<2>{to.at, to.ld, {by[0], by[1]}, x, through.ld}, soon);
+        if (s.parts == 2) gemm<Plain>(n, columns(size), steps, left, ld, state, ld_state,
+                                      Joined<2>{to.at, to.ld, {by[0], by[1]}, x, through.ld}, soon);
         else gemm<Plain>(n, size, steps, left, ld, state, ld_state, Joined<1>{to.at, to.ld, {by[0], by[1]}, x, through.ld}, soon);
     }
 

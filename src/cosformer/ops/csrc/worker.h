@@ -56,7 +56,8 @@ class Worker : public Pairs {
         place(c, sweep);
         if (s.rate_per_position && local) weigh(c.n, true, !s.causal);
         if (emit && carry.s.at) soon.add(s.dq, c.start - s.q_offset, c.start - s.q_offset + (c.queries ? c.n : 0), D);
-        if (emit && carry.t.at) soon.add(s.dk, c.start, c.start + (c.keys ? c.n : 0), D), soon.add(s.dv, c.start, c.start + (c.keys ? c.n : 0), E);
+        if (emit && carry.t.at)
+            soon.add(s.dk, c.start, c.start + (c.keys ? c.n : 0), D), soon.add(s.dv, c.start, c.start + (c.keys ? c.n : 0), E);
         if (c.queries) load_queries(c), load_dy(c);
         if (c.keys) load_keys(c);
         if (local) differentiate_pairs(c);
@@ -85,7 +86,8 @@ class Worker : public Pairs {
         for (int64_t i = 0; i < n; i++)
             for (int64_t p = 0; p < s.parts; p++)  // in this order: a part's last vector may overlap the next part
                 for (int64_t d = 0; d < D; d += W) store(phi + i * ldF + p * D + d, push_by[p][i] * load(x + i * ldD + d));
-        gemm<Transposed>(E + 1, F, n, rows, ldE, phi, ldF, Added{state.at, ldF, state.empty ? 0 : static_cast<float>(total), state.lost}, soon);
+        gemm<Transposed>(E + 1, F, n, rows, ldE, phi, ldF,
+                         Added{state.at, ldF, state.empty ? 0 : static_cast<float>(total), state.lost}, soon);
         state.empty = false;
     }
 
