@@ -33,6 +33,8 @@ bench: .venv/installed
 	$(BIN)/cosformer bench --operators cosformer-paper cosformer softmax published --seconds 90 \
 		--out benchmarks/operators.jsonl --plot docs/cost.svg
 	$(BIN)/cosformer bench --models --out benchmarks/models.jsonl
+	$(BIN)/cosformer bench --models cosformer --size base --work generating --contexts 64 \
+		--weights float32 bfloat16 int8 --out benchmarks/models.jsonl
 	$(BIN)/cosformer bench --mixers all --out benchmarks/mixers.jsonl --plot docs/mixers.svg
 	$(BIN)/cosformer report benchmarks/operators.jsonl benchmarks/models.jsonl --page docs/speed.md
 

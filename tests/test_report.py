@@ -157,11 +157,11 @@ def decodings(*contexts) -> list[results.Row]:
         ([cost(ms=31), cost("softmax", ms=10)], "trains 3.1× slower than softmax."),
         ([cost(ms=10), cost("softmax", ms=10.2)], "trains as fast (the measured ranges overlap) as softmax."),
         ([cost(ms=10, waited=0.5), cost("softmax", ms=20)], "trains 2.0× faster (on a busy machine) than"),
-        ([cost(ms=10), cost("softmax", length=512)], "Not measured for both: training cost"),
+        ([cost(ms=10), cost("softmax", length=512)], "Not compared: training cost"),
         ([cost(ms=10, what="mixer"), cost("softmax", ms=20, what="mixer")], ", one attention alone, cos"),
         (decodings(512, 16384), ", with a cache of 0.5 MiB that does not grow against 128 MiB."),
         (decodings(512), "After 512 tokens cosFormer decodes as fast (the measured ranges overlap) as"),
-        ([], "Not measured for both: training cost; decoding cost; quality on any task."),
+        ([], "Not compared: training cost; decoding cost; quality on any task."),
     ],
 )  # fmt: skip
 def test_cost_in_words(rows, words):

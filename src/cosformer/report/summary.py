@@ -102,4 +102,4 @@ def _missing(parts: list[str], verdicts: list[Verdict]) -> str:
     parts = parts + [f"{v.experiment.row.title} ({v.difference})" for v in undecided]
     if not verdicts:
         parts.append("quality on any task")
-    return f"Not measured for both: {'; '.join(parts)}." if parts else ""
+    return f"Not compared: {'; '.join(parts)}." if parts else ""
