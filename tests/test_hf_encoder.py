@@ -41,7 +41,7 @@ def test_a_pooling_is_its_definition_over_the_kept_tokens(kind):
 
 def test_attention_pooling_weighs_by_a_learned_score():
     pooling, hidden = Pooling("attention", 6), torch.randn(2, LENGTH, 6)
-    got = pooling(hidden, KEEP)
+    got = pooling(hidden.masked_fill(KEEP[..., None] == 0, float("nan")), KEEP)
     for row, length in ((0, LENGTH), (1, 12)):
         weight = pooling.score(hidden[row, :length]).softmax(0)
         torch.testing.assert_close(got[row], (weight * hidden[row, :length]).sum(0))

@@ -145,7 +145,7 @@ def encoders(group, mixer):
     compare(group, encoder(CosformerForMaskedLM, mixer), batch)
 
 
-@CASES.add("mean", "max", "mean-max", "normed-mean")
+@CASES.add("mean", "max", "mean-max", "attention", "normed-mean")
 def poolings(group, pooling):
     batch = text(masked=True)
     batch.pop("shift_labels")

@@ -120,4 +120,4 @@ def test_the_documentation_has_the_defaults():
     assert f"steps of {rows[0]} rows (of shorter texts more, up to {rows[1]})" in page
     *first, last = models.SIZES
     assert f"`--size` is {', '.join(first)} or {last};" in page
-    assert CosformerEncoderConfig.pooling == "max" and "a text is the maximum over its tokens unless" in page
+    assert CosformerEncoderConfig.pooling == "attention" and "`attention` (the default)" in page

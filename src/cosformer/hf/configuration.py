@@ -229,7 +229,7 @@ class CosformerEncoderConfig(StackFields, LlamaConfig):
 
     use_cache: bool = False
     tie_word_embeddings: bool = True
-    pooling: str = "max"  # how a text becomes one vector, one of POOLINGS
+    pooling: str = "attention"  # how a text becomes one vector, one of POOLINGS
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)

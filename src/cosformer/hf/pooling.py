@@ -66,7 +66,7 @@ class Pooling(nn.Module):
         self, hidden: Tensor, mask: Tensor | None = None, group: distributed.ProcessGroup | None = None
     ) -> Tensor:
         """mask (B, L), True = keep; each process of `group` holds a part of the tokens."""
-        if group is not None and self.kind in ("first", "attention"):
+        if group is not None and self.kind == "first":
             raise ValueError(f"pooling={self.kind!r} needs all tokens in one process; use mean or max")
         mask = torch.ones(hidden.shape[:2], device=hidden.device) if mask is None else mask
         keep = mask.bool().unsqueeze(-1)
@@ -74,9 +74,7 @@ class Pooling(nn.Module):
             first = keep.int().argmax(1, keepdim=True).expand(-1, 1, hidden.shape[2])
             return hidden.gather(1, first).squeeze(1)
         if self.score is not None:
-            least = torch.finfo(hidden.dtype).min  # not -inf: a text without tokens gives zeros
-            weight = self.score(hidden).masked_fill(~keep, least).softmax(1)
-            return (weight * hidden.masked_fill(~keep, 0)).sum(1)
+            return attended(hidden, self.score(hidden), keep, group)
         if self.kind == "max":
             return largest(hidden, keep, group)
         total, count = hidden.masked_fill(~keep, 0).sum(1), keep.sum(1)
@@ -90,6 +88,16 @@ class Pooling(nn.Module):
 
     def extra_repr(self) -> str:
         return self.kind
+
+
+def attended(hidden: Tensor, scores: Tensor, keep: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
+    """The mean of the tokens kept, in all processes, weighted by the softmax of their scores (B, L, 1)."""
+    scores, hidden = scores.masked_fill(~keep, -torch.inf), hidden.masked_fill(~keep, 0)
+    weight = (scores - largest(scores.detach(), keep, group).unsqueeze(1)).exp()  # 1 for the largest score
+    sums = torch.cat([(weight * hidden).sum(1), weight.sum(1)], -1)
+    if group is not None:
+        sums = gathered(sums, group).sum(0)
+    return sums[:, :-1] / sums[:, -1:].clamp_min(1)  # less only for a text without tokens
 
 
 def largest(hidden: Tensor, keep: Tensor, group: distributed.ProcessGroup | None) -> Tensor:
