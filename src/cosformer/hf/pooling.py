@@ -60,7 +60,8 @@ class Pooling(nn.Module):
         super().__init__()
         self.kind, self.size = kind, 2 * size if kind == "mean-max" else size
         self.norm = PooledNorm(size) if kind == "normed-mean" else None
-        self.score = nn.Linear(size, 1) if kind == "attention" else None
+        # Without a bias: the softmax of the scores would not feel it.
+        self.score = nn.Linear(size, 1, bias=False) if kind == "attention" else None
 
     def forward(
         self, hidden: Tensor, mask: Tensor | None = None, group: distributed.ProcessGroup | None = None

@@ -140,6 +140,8 @@ def _tasks(measured: Measured, group: str) -> Parts:
         overview = tables.parts if group == "parts" else tables.overview
         parts = [overview(mine), _part("details", title="Each task in full", parts=each)]
     paper = _paper(group) if group in tables.PAPER else []
+    if group == "parts":  # too many tasks, each with few mixers
+        return parts
     curves = figures.recall(mine) or figures.learning(mine)  # recall has too many settings for a figure each
     return [*parts, *paper, curves, figures.positions(mine, measured)]
 
@@ -191,7 +193,11 @@ def _in_words(matrix: heatmap.Matrix) -> str:
 def _subtitle(measured: Measured) -> str:
     parts = [f"{len(measured.mixers)} attention mechanisms with the same layers, width and heads"]
     parts.append(f"{len(measured.experiments)} tasks and settings")
-    return " · ".join([*parts, *(f"{machine.cpu}, {machine.date}" for machine in measured.machines[-1:])])
+    if measured.machines:
+        days = sorted(machine.date for machine in measured.machines)
+        processors = ", ".join(dict.fromkeys(machine.cpu for machine in measured.machines))
+        parts.append(f"{processors}, {' to '.join(dict.fromkeys([days[0], days[-1]]))}")
+    return " · ".join(parts)
 
 
 def _origin(measured: Measured) -> Parts:

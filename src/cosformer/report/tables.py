@@ -26,8 +26,8 @@ def verdicts(measured: Measured) -> Table | None:
         rows.append((e.row.title, [*outcome, *_reached(e, mixers)]))
     note = (
         "cosFormer is the recommended configuration, cosFormer (paper) the published one. It is compared with"
-        " the better of softmax and softmax + RoPE. Tie: the ranges of the seeds overlap, or the"
-        " difference is within two standard errors of two accuracies on so many test examples, or within"
+        " the better of softmax and softmax + RoPE. Tie: the ranges of the seeds overlap, or two accuracies"
+        " differ by less than two standard errors on so many test examples, or other values by less than"
         f" {100 * TIE:g} %. Not learned: no mixer beats the most frequent answer by two standard errors."
         " In brackets: the lowest and the highest seed, and what was published for the same protocol."
     )
