@@ -11,6 +11,7 @@ from cosformer import compare, reference, tasks
 from cosformer.compare import budget, comparison, looks, plan, quality
 from cosformer.compare.comparison import Comparison
 from cosformer.compare.quality import TrainingCell
+from cosformer.hf.pooling import POOLINGS
 from cosformer.results import Cost, Exactness, Machine, Picture, Positions, Quality, Run, Search, of, read
 from cosformer.train import models
 
@@ -412,6 +413,7 @@ def test_the_subjects_of_the_evidence_can_be_had():
             task = tasks.build(subject.task, **small)
             for mixer in subject.mixers(plan.EVIDENCE):
                 models.build(task, mixer=mixer, size=subject.size, fields=subject.fields)
+    assert sorted(plan.POOLINGS) == sorted(POOLINGS)  # every one that there is
     names = [subject.name for subject in plan.full("nowhere")]
     assert len(names) == len(set(names)) and {"recall-64-8", "recall-128-16"} <= set(names)
 
