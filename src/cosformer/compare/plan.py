@@ -102,7 +102,7 @@ def recall(length: int, pairs: int, search_on: Subject | None = None) -> Subject
 def full(root: str) -> list[Subject]:
     """The real sets in the folder `root`, and generated ones; steps are the same on every machine."""
     wikitext = {"data": f"{root}/wikitext-2", "length": 1024, "isolate": False}
-    short, long = recall(64, 8), recall(256, 32)  # a rate that is best at 64 tokens fails at 256
+    short, long = recall(64, 8), recall(256, 32)  # a rate that is best at 64 tokens may fail at 256
     bytes_ = Subject(
         name="wikitext2-lm", group="lm", title="WikiText-2 language model, bytes", task="lm",
         data="WikiText-2", settings={**wikitext, "tokenizer": "bytes"}, batch=4,
