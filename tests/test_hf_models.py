@@ -12,6 +12,7 @@ import transformers as tf
 
 import cosformer.hf as hf
 from cosformer import mixers, reference
+from cosformer.hf import stack
 from cosformer.mixers import kernel
 
 LENGTH = 17
@@ -165,6 +166,60 @@ def test_padded_equals_alone(kind, fields):
         padded, alone = run(model, x, attention_mask=keep)[1], run(model, x[1:, :12], **target)[0]
         padded = padded if kind is SEQ2SEQ else padded[:12]
     torch.testing.assert_close(padded, alone, atol=1e-9, rtol=1e-9)
+
+
+def spied(model) -> list[tuple]:
+    """The shapes of what the last block will be given."""
+    shapes: list[tuple] = []
+    model.model.layers[-1].register_forward_pre_hook(lambda _, given: shapes.append(tuple(given[0].shape)))
+    return shapes
+
+
+ROWS = torch.tensor([150, 90, 0, 70])  # tokens; one row has none
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize(
+    ("kind", "mixer"),
+    [
+        *((kind, mixer) for kind in (CAUSAL, MASKED) for mixer in ("cosformer", "cosformer, softmax+rope")),
+        (MASKED, "cosformer-paper"),
+        (MASKED, "performer"),
+    ],
+)
+def test_padding_is_left_out_and_changes_nothing(kind, mixer, side, monkeypatch):
+    fields = {"mixer": mixer, "max_position_embeddings": 150}
+    model, x = toy_model(kind, **fields).double().train(), token_ids(4, 150)
+    keep = torch.arange(150) < ROWS[:, None]
+    keep = keep if side == "right" else keep.flip(1)
+    labels, shapes = x.masked_fill(~(keep & keep.roll(1, 1)), -100), spied(model)  # none told from padding
+    found = []
+    for padded in (False, True):
+        if padded:
+            monkeypatch.setattr(stack, "packed", lambda mask: None)
+        hidden = model.model(x, attention_mask=keep).last_hidden_state
+        model.zero_grad()
+        model(x, attention_mask=keep, labels=labels).loss.backward()
+        found.append((hidden, {n: p.grad for n, p in model.named_parameters() if p.grad is not None}))
+    assert shapes == [(1, 310, 32)] * 2 + [(4, 150, 32)] * 2
+    (out, gradients), (want, wanted) = found
+    torch.testing.assert_close(out[keep], want[keep], rtol=1e-9, atol=1e-9)
+    assert not out[~keep].any()
+    torch.testing.assert_close(gradients, wanted, rtol=1e-7, atol=1e-9)
+
+
+def test_padding_stays_where_leaving_it_out_would_not_pay_or_not_be_the_same():
+    model, x = toy_model(MASKED, max_position_embeddings=150), token_ids(4, 150)
+    shapes = spied(model)
+    keep = torch.arange(150) < ROWS[:, None]
+    gap = keep.clone()
+    gap[0, 40:50] = False  # distance, to a mixer
+    given: list[dict] = [{"attention_mask": gap}, {"attention_mask": keep, "output_hidden_states": True}]
+    given += [{"attention_mask": torch.arange(150) < torch.tensor([[150], [149], [150], [120]])}]  # little
+    given += [{"attention_mask": torch.arange(150) < torch.tensor([[150], [9], [9], [9]])}]  # short rows
+    for kwargs in given:
+        model.model(x, **kwargs)
+    assert shapes == [(4, 150, 32)] * len(given)
 
 
 PACKED = torch.tensor([[*range(7), *range(10)], [*range(3), *range(1), *range(13)]])

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import (
 )
 
 from ..ops.norm import rms_norm
-from ..ops.shard import LIMIT, Shard, gathered
+from ..ops.shard import LIMIT
 from .parallel import shard_of
 from .pretrained import (
     CosformerPreTrained,
@@ -30,6 +30,7 @@ from .pretrained import (
     check_mask_length,
     new_interior,
 )
+from .rows import check_places, packed, packed_boundaries, unpadded
 from .step import next_token
 
 
@@ -136,7 +137,12 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
             hidden = next_token(self, embedded, past_key_values, attention_mask)
             if hidden is not None:
                 return BaseModelOutputWithPast(self.norm(hidden), past_key_values)
-        return super().forward(
+        tokens, shape = None, embedded.shape
+        if attention_mask is not None and past_key_values is None and shard is None:
+            tokens = None if asks_for_more(self.config, kwargs) else packed(attention_mask)
+        if tokens is not None:
+            embedded, attention_mask, boundaries = tokens.join(embedded), None, tokens.cu_seqlens
+        out = super().forward(
             past_key_values=past_key_values,
             inputs_embeds=self.dropout(embedded),
             use_cache=use_cache,
@@ -146,6 +152,9 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
             shard=shard,
             **kwargs,
         )
+        if tokens is not None:
+            out.last_hidden_state = tokens.part(out.last_hidden_state, shape)
+        return out
 
     @staticmethod
     def places(mask: Tensor | None, position_ids: Tensor | None, seen: int) -> Tensor:
@@ -168,65 +177,3 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
             length = 0  # left to the embedding's own check
         check_learned_positions("the text", length, most, cached=seen)
         return self.embed_positions(position_ids)
-
-
-def unpadded(mask: Tensor, length: int, seen: int, shard: Shard | None) -> Tensor:
-    """The positions of the last `length` tokens of rows that may be padded: each counts from its first token.
-
-    A mask of only the new tokens follows `seen` others, none of them padding; that of a shard follows those
-    of the processes before it.
-    """
-    mask = mask.long()
-    before: Any = seen if mask.shape[1] < seen + length else 0
-    if shard is not None:
-        before = gathered(mask.sum(1, keepdim=True), shard.group)[: shard.rank].sum(0)
-    return (before + mask.cumsum(1) - 1).clamp_min(0)[:, -length:]
-
-
-def packed_boundaries(position_ids: Tensor | None) -> Tensor | None:
-    """The boundaries of packed sequences, the rows laid end to end; None if every row is one sequence."""
-    if position_ids is None:
-        return None
-    if torch.compiler.is_compiling():
-        raise ValueError(
-            "position_ids may mark packed sequences, which a compiled graph cannot look for; "
-            "also pass attention_mask (one sequence a row) or cu_seq_lens_q (packed)"
-        )
-    new = torch.ones_like(position_ids, dtype=torch.bool)
-    new[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
-    begins = new.flatten().nonzero().flatten()
-    if bool(position_ids.flatten()[begins].any()):
-        raise ValueError(_misplaced(position_ids))
-    if len(begins) == len(position_ids):
-        return None
-    return torch.cat([begins, begins.new_tensor([position_ids.numel()])])
-
-
-def check_places(position_ids: Tensor | None, attention_mask: Tensor) -> None:
-    """With a mask, positions may only count a row's kept tokens, or its places: no mixer reads them."""
-    if position_ids is None:
-        return
-    keep = attention_mask[:, -position_ids.shape[1] :].bool()
-    places = torch.arange(keep.shape[1], device=keep.device)
-    counted = (position_ids == keep.cumsum(1) - 1) | (position_ids == places)
-    begins = keep.clone()
-    begins[:, 1:] &= ~keep[:, :-1]
-    first = begins.cumsum(1) == 1  # after a gap in the mask `generate` counts on from the padding
-    wrong = (keep & first & ~counted).any()
-    if torch.compiler.is_compiling():  # a graph cannot raise from Python
-        torch._assert_async(~wrong, MISPLACED.format(""))
-    elif bool(wrong):
-        raise ValueError(_misplaced(position_ids))
-
-
-def _misplaced(position_ids: Tensor) -> str:
-    shown = str(position_ids[0, :12].tolist())[:-1] + (", ...]" if position_ids.shape[1] > 12 else "]")
-    return MISPLACED.format(f"; got a row {shown}")
-
-
-MISPLACED = (
-    "position_ids must count each sequence from 0: one sequence a row, or several packed into it "
-    "(without attention_mask){}. A part of a sequence, or one in another order, has no meaning without its "
-    "beginning (context parallelism permutes sequences: these models have cosformer.hf.sequence_parallel, "
-    "or cosformer train --sequence-parallel, in its place)"
-)

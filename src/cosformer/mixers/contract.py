@@ -11,6 +11,7 @@ input, from which q was projected; only mixers with `reads_input` use it.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -166,14 +167,18 @@ class Mixer(nn.Module):
     def mix_packed(self, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, *, x, causal: bool) -> Tensor:
         """Packed sequences, one after the other; a mechanism that can take them at once overrides this."""
         ends, parts = cu_seqlens.tolist(), []
-        if len(q) != 1 or ends[0] != 0 or ends[-1] != q.shape[2] or ends != sorted(ends):
+        whole = len(q) == 1 and ends[0] == 0 and ends[-1] == q.shape[2] == k.shape[2]
+        if not whole or ends != sorted(ends):
             raise ValueError(
                 "cu_seqlens must rise from 0 to the length of the one packed row; "
-                f"got {ends} for q {tuple(q.shape)}"
+                f"got {ends} for q {tuple(q.shape)} and k {tuple(k.shape)}"
             )
-        for a, b in pairwise(sorted(set(ends))):  # an empty sequence has no output
-            piece = self._prepare(q[:, :, a:b], k[:, :, a:b], v[:, :, a:b], None, offset=0)
-            parts.append(self.mix(*piece, x=None if x is None else x[:, a:b], causal=causal, key_mask=None))
+        sizes = [b - a for a, b in pairwise(ends) if a < b]  # an empty sequence has no output
+        # Split, not sliced: the gradient of each slice would be a whole row of zeros.
+        inputs: Sequence[Tensor | None] = [None] * len(sizes) if x is None else x.split(sizes, 1)
+        for own_x, *own in zip(inputs, *(t.split(sizes, 2) for t in (q, k, v)), strict=True):
+            prepared = self._prepare(*own, key_mask=None, offset=0)
+            parts.append(self.mix(*prepared, x=own_x, causal=causal, key_mask=None))
         return torch.cat(parts, 2)
 
     def mix_sharded(self, q: Tensor, k: Tensor, v: Tensor, shard: Shard, *, x, causal: bool, key_mask):

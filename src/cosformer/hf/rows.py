@@ -1,0 +1,111 @@
+"""Rows of several sequences, and rows with padding: what says where a sequence begins, and what follows.
+
+Padded rows are laid end to end without their padding where that is less work, so that every part of every
+block computes tokens only.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops.shard import Shard, gathered
+
+PAYS = 0.1  # share of padding from which leaving it out repays the copies ...
+LONG = 64  # ... of rows with this many tokens, as most mixers take packed sequences one by one
+
+
+class Packed(NamedTuple):
+    """Where the tokens of padded rows are: (T,) of all places of a batch, and the boundaries of its rows."""
+
+    places: Tensor
+    cu_seqlens: Tensor
+
+    def join(self, x: Tensor) -> Tensor:
+        """The tokens of (B, L, C), one row after the other: (1, T, C)."""
+        return x.flatten(0, 1).index_select(0, self.places)[None]
+
+    def part(self, x: Tensor, shape: torch.Size) -> Tensor:
+        """(1, T, C) as rows again, of shape (B, L, C); padding is zero."""
+        return x.new_zeros(shape).flatten(0, 1).index_copy(0, self.places, x[0]).view(shape)
+
+
+def packed(mask: Tensor) -> Packed | None:
+    """How to leave the padding of (B, L) out; None where it stays.
+
+    It stays inside a sequence, where it counts as distance; in a graph, whose shapes must not depend on
+    values; and on a device, for which one would have to wait.
+    """
+    if torch.compiler.is_compiling() or not mask.is_cpu or not mask.numel():
+        return None
+    keep = mask.bool()
+    lengths = keep.sum(1)
+    total = int(lengths.sum())
+    if total > (1 - PAYS) * keep.numel() or total < LONG * len(keep):
+        return None
+    begins = keep[:, :1].sum(1) + (keep[:, 1:] & ~keep[:, :-1]).sum(1)
+    if int(begins.max()) > 1:
+        return None
+    return Packed(keep.flatten().nonzero().flatten(), torch.nn.functional.pad(lengths.cumsum(0), (1, 0)))
+
+
+def unpadded(mask: Tensor, length: int, seen: int, shard: Shard | None) -> Tensor:
+    """The positions of the last `length` tokens of rows that may be padded: each counts from its first token.
+
+    A mask of only the new tokens follows `seen` others, none of them padding; that of a shard follows those
+    of the processes before it.
+    """
+    mask = mask.long()
+    before: Any = seen if mask.shape[1] < seen + length else 0
+    if shard is not None:
+        before = gathered(mask.sum(1, keepdim=True), shard.group)[: shard.rank].sum(0)
+    return (before + mask.cumsum(1) - 1).clamp_min(0)[:, -length:]
+
+
+def packed_boundaries(position_ids: Tensor | None) -> Tensor | None:
+    """The boundaries of packed sequences, the rows laid end to end; None if every row is one sequence."""
+    if position_ids is None:
+        return None
+    if torch.compiler.is_compiling():
+        raise ValueError(
+            "position_ids may mark packed sequences, which a compiled graph cannot look for; "
+            "also pass attention_mask (one sequence a row) or cu_seq_lens_q (packed)"
+        )
+    new = torch.ones_like(position_ids, dtype=torch.bool)
+    new[:, 1:] = position_ids[:, 1:] != position_ids[:, :-1] + 1
+    begins = new.flatten().nonzero().flatten()
+    if bool(position_ids.flatten()[begins].any()):
+        raise ValueError(_misplaced(position_ids))
+    if len(begins) == len(position_ids):
+        return None
+    return torch.cat([begins, begins.new_tensor([position_ids.numel()])])
+
+
+def check_places(position_ids: Tensor | None, attention_mask: Tensor) -> None:
+    """With a mask, positions may only count a row's kept tokens, or its places: no mixer reads them."""
+    if position_ids is None:
+        return
+    keep = attention_mask[:, -position_ids.shape[1] :].bool()
+    places = torch.arange(keep.shape[1], device=keep.device)
+    counted = (position_ids == keep.cumsum(1) - 1) | (position_ids == places)
+    begins = keep.clone()
+    begins[:, 1:] &= ~keep[:, :-1]
+    first = begins.cumsum(1) == 1  # after a gap in the mask `generate` counts on from the padding
+    wrong = (keep & first & ~counted).any()
+    if torch.compiler.is_compiling():  # a graph cannot raise from Python
+        torch._assert_async(~wrong, MISPLACED.format(""))
+    elif bool(wrong):
+        raise ValueError(_misplaced(position_ids))
+
+
+def _misplaced(position_ids: Tensor) -> str:
+    shown = str(position_ids[0, :12].tolist())[:-1] + (", ...]" if position_ids.shape[1] > 12 else "]")
+    return MISPLACED.format(f"; got a row {shown}")
+
+
+MISPLACED = (
+    "position_ids must count each sequence from 0: one sequence a row, or several packed into it "
+    "(without attention_mask){}. A part of a sequence, or one in another order, has no meaning without its "
+    "beginning (context parallelism permutes sequences: these models have cosformer.hf.sequence_parallel, "
+    "or cosformer train --sequence-parallel, in its place)"
+)
