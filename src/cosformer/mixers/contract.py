@@ -176,8 +176,9 @@ class Mixer(nn.Module):
         sizes = [b - a for a, b in pairwise(ends) if a < b]  # an empty sequence has no output
         # Split, not sliced: the gradient of each slice would be a whole row of zeros.
         inputs: Sequence[Tensor | None] = [None] * len(sizes) if x is None else x.split(sizes, 1)
-        for own_x, *own in zip(inputs, *(t.split(sizes, 2) for t in (q, k, v)), strict=True):
-            prepared = self._prepare(*own, key_mask=None, offset=0)
+        rows = zip(inputs, *(t.split(sizes, 2) for t in (q, k, v)), strict=True)
+        for own_x, own_q, own_k, own_v in rows:
+            prepared = self._prepare(own_q, own_k, own_v, None, offset=0)
             parts.append(self.mix(*prepared, x=own_x, causal=causal, key_mask=None))
         return torch.cat(parts, 2)
 
