@@ -53,7 +53,7 @@ ORDER = {
     ],
     "mixers": ["blocks keys", "contract", "positions", "kernel lowrank lsh polynomial random softmax sparse"],
     "hf": [
-        "cache loss parallel pooling rows sizes",
+        "cache labels loss parallel pooling rows sizes",
         "interface",
         "configuration pretrained",
         "int8",

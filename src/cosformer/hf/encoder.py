@@ -23,15 +23,8 @@ from transformers.models.llama.modeling_llama import LlamaPreTrainedModel, Llama
 from transformers.utils import can_return_tuple
 
 from .configuration import CosformerEncoderConfig
-from .loss import (
-    check_is_of_classes,
-    check_of_tokens,
-    fitting,
-    labelled,
-    of_texts,
-    problem_of,
-    without_logits,
-)
+from .labels import check_is_of_classes, check_of_tokens, fitting, labelled, of_texts, problem_of
+from .loss import without_logits
 from .parallel import labels_of
 from .pooling import Pooling
 from .pretrained import CosformerPreTrained
