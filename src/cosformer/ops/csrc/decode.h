@@ -27,27 +27,40 @@ void decode(const Sequence &s) {
     for (int64_t f = 0, p = 0; p < s.parts; p++)
         for (int64_t d = 0; d < s.D; d++, f++) phi_k[f] = turn[p] * k[d], phi_q[f] = turn[p] * q[d];
 
-    auto rows = [&](auto count, int64_t f) {  // several rows of the state at once, for which the sums are loaded and stored once
-        const float *from = reinterpret_cast<const float *>(s.state_in.data) + f * s.state_in.row;
-        float *to = reinterpret_cast<float *>(s.state_out.data) + f * s.state_out.row;
-        auto columns = [&](int64_t e, auto like) {
-            using T = decltype(like);  // a vector, or a float
-            const T ye = get<T>(y + e);
-            T sum = get<T>(sums + e);
-            for (int r = 0; r < count; r++) {
-                T x = decay * get<T>(from + r * s.state_in.row + e) + phi_k[f + r] * ye;
-                put(to + r * s.state_out.row + e, x);
-                sum += phi_q[f + r] * x;
+    // Some columns of the state, row by row: memory is read and written in order, and the sums stay in registers.  With `last`
+    // also the column behind them, the normaliser's.
+    auto columns = [&](int64_t e, auto like, auto count, auto last) {
+        using T = decltype(like);  // a vector, or a float
+        constexpr int64_t width = sizeof(T) / sizeof(float);
+        T ye[count], sum[count] = {};
+        for (int i = 0; i < count; i++) ye[i] = get<T>(y + e + i * width);
+        float z = 0;
+        const float *from = reinterpret_cast<const float *>(s.state_in.data) + e;
+        float *to = reinterpret_cast<float *>(s.state_out.data) + e;
+        for (int64_t f = 0; f < s.F; f++, from += s.state_in.row, to += s.state_out.row) {
+            for (int i = 0; i < count; i++) {
+                T x = decay * get<T>(from + i * width) + phi_k[f] * ye[i];
+                put(to + i * width, x);
+                sum[i] += phi_q[f] * x;
             }
-            put(sums + e, sum);
-        };
-        int64_t e = 0;
-        for (; e + W <= s.E + 1; e += W) columns(e, vec{});
-        for (; e <= s.E; e++) columns(e, 0.f);
+            if (last) {
+                float x = decay * from[count * width] + phi_k[f];
+                to[count * width] = x;
+                z += phi_q[f] * x;
+            }
+        }
+        for (int i = 0; i < count; i++) put(sums + e + i * width, sum[i]);
+        if (last) sums[e + count * width] = z;
     };
-    int64_t f = 0;
-    for (; f + 4 <= s.F; f += 4) rows(std::integral_constant<int, 4>(), f);
-    for (; f < s.F; f++) rows(std::integral_constant<int, 1>(), f);
+    auto some = [&](int64_t e, auto like, auto count) {
+        const bool last = e + count * static_cast<int64_t>(sizeof(like) / sizeof(float)) == s.E;
+        last ? columns(e, like, count, std::true_type()) : columns(e, like, count, std::false_type());
+    };
+    int64_t e = 0;
+    for (; e + 4 * W <= s.E; e += 4 * W) some(e, vec{}, std::integral_constant<int, 4>());
+    for (; e + 2 * W <= s.E; e += 2 * W) some(e, vec{}, std::integral_constant<int, 2>());
+    for (; e + W <= s.E; e += W) some(e, vec{}, std::integral_constant<int, 1>());
+    for (; e < s.E; e++) some(e, 0.f, std::integral_constant<int, 1>());
     const float z = sums[s.E], scale = 1 / s.clamp(z);
     if (s.norm) *s.norm = z;
     s.out.put(0, sums, s.E, scale);
