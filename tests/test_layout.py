@@ -70,7 +70,7 @@ ORDER = {
         "classification language seq2seq",
     ],
     "train": [
-        "alive checkpoints models sharded",
+        "alive checkpoints memory models sharded",
         "progress settings",
         "parallel",
         "trainer",

@@ -2,8 +2,11 @@
 
 import dataclasses
 import json
+import platform
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -208,3 +211,26 @@ def test_evaluation_leaves_no_example_out():
     assert sum(len(batch["input_ids"]) for batch in trainer.get_eval_dataloader()) == 7
     less_than_a_batch = {"length": 8, "examples": [3, 2, 2]}  # nothing is dropped
     assert go(run_of(task_settings=less_than_a_batch, out="few"))["steps"] == 6
+
+
+FAULTS = """
+import resource, sys
+import torch
+from cosformer.train import keep_memory
+
+if sys.argv[1] == "keep":
+    keep_memory()
+for _ in range(8):  # it settles after two or three
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.zeros(2**24)  # 64 MiB
+print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="keep_memory is for glibc")
+def test_a_command_keeps_the_memory_that_a_step_frees():
+    returned, kept = (
+        int(subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True).stdout)
+        for how in ("return", "keep")
+    )
+    assert kept < 8 < returned

@@ -76,6 +76,7 @@ def carry_out(subjects: list[Subject], given: argparse.Namespace, *, begun: floa
         comparison = Comparison(given.out, minutes=given.minutes, begun=begun)
         if costs(given):
             comparison.measure(given.mixers, given.lengths)
+        train.keep_memory()
         comparison.train(subjects, given.mixers, seeds=given.seeds, steps=given.steps)
         rows = comparison.end(command)
     except (train.Stopped, KeyboardInterrupt) as stopped:

@@ -8,9 +8,13 @@ The same command works under torchrun: every process runs this code, and the fir
 """
 
 from .build import evaluate
+from .memory import keep_memory
 from .progress import quieten
 from .run import train
 from .settings import Run, SettingsError
 from .trainer import Interrupted, NotFinite, Stopped
 
-__all__ = ["Interrupted", "NotFinite", "Run", "SettingsError", "Stopped", "evaluate", "quieten", "train"]
+__all__ = [
+    "Interrupted", "NotFinite", "Run", "SettingsError", "Stopped", "evaluate", "keep_memory", "quieten",
+    "train",
+]  # fmt: skip

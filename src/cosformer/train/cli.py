@@ -18,6 +18,7 @@ from . import models
 from .alive import Lost
 from .build import evaluate
 from .dryrun import dry_run
+from .memory import keep_memory
 from .progress import clock, quieten, say, show
 from .run import train
 from .settings import KEYS, TABLES, Run, SettingsError, read_recipe
@@ -201,6 +202,7 @@ def train_and_say(p: argparse.ArgumentParser, argv: list[str], *, task: str | No
         if "dry_run" in given:
             dry_run(run)
             return
+        keep_memory()
         result = train(run, resume="resume" in given)
     if PartialState().is_main_process:
         for split in ("validation", "test"):
