@@ -95,7 +95,7 @@ ONLY_IN = {
     "transformers": {"hf", "tasks", "train", "compare", "generate", "bench"},
     "datasets": {"tasks"},
     "numpy": {"tasks"},
-    "ctypes": {"ops._native"},
+    "ctypes": {"ops._native", "train.memory"},
     "triton": {f"ops.triton.{name}" for name in ("device", "kernels", "run", "tiles")},
 }
 

@@ -174,7 +174,8 @@ def full(root: str) -> list[Subject]:
         ),
         Subject(
             name="wikitext2-mlm", group="finetune", title="WikiText-2 masked pre-training, BPE", task="mlm",
-            data="WikiText-2", settings={**wikitext, "length": 512, "tokenizer": "bpe:8000"}, steps=2_000,
+            data="WikiText-2", settings={**wikitext, "length": 512, "tokenizer": "bpe:8000"},
+            rates=(1e-3, 2e-3, 4e-3), steps=2_000,
         ),
         Subject(
             name="sst2", group="finetune", title="SST-2, pre-trained, then fine-tuned", task="classify",
