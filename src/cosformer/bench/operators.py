@@ -132,13 +132,15 @@ def _prepare(case: Case) -> Work:
 
 
 def _prepare_decoding(case: Case) -> Work:
-    q, k, v, *_ = tensors_of(case, case.heads, 1)
+    q, k, v, *rates, _ = tensors_of(case, case.heads, 1)
     if case.mixer == "softmax":  # one query against the whole cache
         keys, values, *_ = tensors_of(case, case.heads, case.length)
         return torch.no_grad()(lambda: F.scaled_dot_product_attention(q, keys, values))
     sums = torch.float64 if q.dtype == torch.float64 else torch.float32
-    state = State(torch.rand(1, case.heads, 2 * case.head_dim, case.head_dim + 1, dtype=sums), case.length)
-    options: dict[str, Any] = {"horizon": 2 * max(DECODED_AFTER), "backend": case.backend}
+    features = case.head_dim if case.mixer == "cosformer" else 2 * case.head_dim
+    state = State(torch.rand(1, case.heads, features, case.head_dim + 1, dtype=sums), case.length)
+    horizon = math.inf if case.mixer == "cosformer" else 2 * max(DECODED_AFTER)
+    options: dict[str, Any] = {"horizon": horizon, "decay": next(iter(rates), None), "backend": case.backend}
     return torch.no_grad()(lambda: cosformer_stream(q, k, v, state, **options))
 
 
@@ -187,7 +189,7 @@ def cases(args: argparse.Namespace) -> list[Case]:
             if _in_reach(case):
                 chosen.append(case)
     if not chosen:
-        only = "only cosformer-paper and softmax decode, causally; published needs memory at length"
+        only = "published and fla do not decode, nor does anything that is not causal; published needs memory"
         raise SystemExit(f"bench: nothing to measure: {only}")
     return sorted(chosen, key=lambda case: case.length)  # cases to be compared take turns close together
 
@@ -200,7 +202,7 @@ def _known(what: str, given: list[str] | None, known: tuple[str, ...] | list[str
 
 def _in_reach(case: Case) -> bool:
     if case.work == "decoding":
-        return case.causal and case.mixer in ("cosformer-paper", "softmax") and _runs(case)
+        return case.causal and case.mixer in (*OURS, "softmax") and _runs(case)
     if case.mixer == "fla":
         return case.causal
     if case.mixer == "published":  # up to 2 GB of stored sums
