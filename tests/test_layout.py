@@ -41,7 +41,7 @@ LAW = {
 ORDER = {
     "ops": [
         "call triton",
-        "checks fades packing shard triton.blocks triton.parts triton.tiles",
+        "checks fades memory packing shard triton.blocks triton.parts triton.tiles",
         "triton.device triton.kernels",
         "operator _native _torch triton.run",
         "_rows trust",  # trust compares with torch
@@ -95,7 +95,7 @@ ONLY_IN = {
     "transformers": {"hf", "tasks", "train", "compare", "generate", "bench"},
     "datasets": {"tasks"},
     "numpy": {"tasks"},
-    "ctypes": {"ops._native", "train.memory"},
+    "ctypes": {"ops._native", "ops.memory", "train.memory"},
     "triton": {f"ops.triton.{name}" for name in ("device", "kernels", "run", "tiles")},
 }
 

@@ -15,7 +15,7 @@ from conftest import RUNNING
 from judge import assert_close, inputs, judge, on, rates, value_and_grads
 
 from cosformer import cosformer_attention, reference
-from cosformer.ops import _native, linear_attention, operator
+from cosformer.ops import _native, linear_attention, operator, plan
 
 ROOT = Path(__file__).parents[1]
 pytestmark = pytest.mark.skipif("native" not in RUNNING, reason="the native kernel is not built")
@@ -148,6 +148,7 @@ def test_every_instruction_set(isa):
 @pytest.fixture
 def unloaded(monkeypatch):
     """Makes the kernel load anew in the test, and again after it."""
+    plan.clear()  # those of earlier calls hold the kernel
     _native._loaded.cache_clear()
     yield monkeypatch
     monkeypatch.undo()

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from .call import Backend, Call, Grads, Inputs, Outputs, Run, RunBackward, Upstream, dense, projected, theta
 from .checks import check_rates
+from .memory import LARGE, lasting
 
 ISAS = ("avx512", "avx2", "neon", "baseline")  # best first
 
@@ -34,7 +35,6 @@ KEPT = struct.Struct("=4q2qq")  # struct cosformer_kept
 ENDS = struct.Struct("=5qd4q")  # struct cosformer_ends
 _STRUCTS = (_CALL, _PLACES, _GRADS, _GRAD_PLACES, CONVOLUTION, NORM, BLOCK, KEPT, ENDS)
 _ABI = reduce(lambda abi, struct: (1000 * abi + struct.size) % 1_000_000_007, _STRUCTS, 0)
-_LARGE = 1 << 22  # bytes: malloc reuses the pages of smaller tensors; those of larger ones may be new
 _CPU = torch.device("cpu")
 
 _log = logging.getLogger("cosformer")
@@ -160,11 +160,9 @@ def _in_memory(x: Inputs) -> Inputs:
     return Inputs(dense(x.q), dense(x.k), dense(x.v), decay, x.key_mask, cu_seqlens, _rows(x.state))
 
 
-def _fresh(t: Tensor) -> Tensor:
-    """t, about to be filled; if it is large, ask for huge pages: mapping small ones takes long."""
-    if t.nbytes >= _LARGE:
-        kernel().expect(t.data_ptr(), t.nbytes)
-    return t
+def fresh(t: Tensor) -> Tensor:
+    """A tensor like t, about to be filled; large ones are in huge pages, as mapping small ones takes long."""
+    return lasting(t, lambda new: kernel().expect(new.data_ptr(), new.nbytes))
 
 
 def _angles(x: Inputs, call: Call) -> Tensor | None:
@@ -210,11 +208,11 @@ def _is_added_to(x: Inputs, call: Call) -> bool:
 
 def forward(x: Inputs, call: Call) -> Outputs:
     y, x, angles = Outputs.empty(x, call), _in_memory(x), _angles(x, call)
-    _fresh(y.out)
+    y = y._replace(out=fresh(y.out))
     if not _is_added_to(x, call):
         check(kernel().forward(_packed(x, y, call, angles), None), x.decay)
         return y
-    summed = y._replace(out=_fresh(torch.empty_like(y.out, dtype=torch.float32)))
+    summed = y._replace(out=fresh(torch.empty_like(y.out, dtype=torch.float32)))
     check(kernel().forward(_packed(x, summed, call, angles), None), x.decay)
     y.out.copy_(summed.out)
     return y
@@ -225,7 +223,7 @@ def plan(x: Inputs, call: Call, graph: bool) -> Run | None:
     if not all(map(is_, x, _in_memory(x))) or x.cu_seqlens is not None or _is_added_to(x, call):
         return None
     y, angles, run_at = Outputs.empty(x, call), _angles(x, call), kernel().forward
-    packed, large = _packed(x, y, call, angles), y.out.nbytes >= _LARGE
+    packed, large = _packed(x, y, call, angles), y.out.nbytes >= LARGE
     shape, strides = y.out.shape, y.out.stride()
     state_shape, state_strides = ((), ()) if y.after is None else (y.after.shape, y.after.stride())
     keeps_norm, layout = graph or call.two_sided(x), call.rest(x)
@@ -244,7 +242,7 @@ def plan(x: Inputs, call: Call, graph: bool) -> Run | None:
             if hidden:
                 after_at = norm_at + hidden_offset
         if large:
-            _fresh(out)
+            out = fresh(out)
         places = _PLACES.pack(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), norm_at,
             0 if decay is None else decay.data_ptr(),
@@ -286,7 +284,7 @@ def _backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> RunBackw
 
     likes = gradient(x.q, call.causal or two_sided), *(gradient(t, two_sided or grouped) for t in (x.k, x.v))
     kinds = [(t.shape, t.stride(), t.dtype) for t in likes]
-    large = any(t.nbytes >= _LARGE for t in likes)
+    large = any(t.nbytes >= LARGE for t in likes)
     dstate_like = None if x.state is None else x.state.new_empty(x.state.shape)
     tensors = (upstream.dout, *likes, upstream.dafter, dstate_like)
     packed = _packed(x, y, call, angles)
@@ -300,7 +298,7 @@ def _backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> RunBackw
     def run(dout, dafter, q, k, v, decay, mask, state, out, norm_at, after_at, position, held=angles):
         dq, dk, dv = [q.new_empty_strided(shape, strides, dtype=kind) for shape, strides, kind in kinds]
         if large:
-            _fresh(dq), _fresh(dk), _fresh(dv)
+            dq, dk, dv = fresh(dq), fresh(dk), fresh(dv)
         if unseen is not None:
             dk[:, :, unseen:] = 0
             dv[:, :, unseen:] = 0
