@@ -179,6 +179,8 @@ def verdict(e: Experiment) -> Verdict:
     assert mine.value and other.value
     if not any(cell.learned for cell in e.cells if cell.value):
         return Verdict(e, mine, other, "not learned", NOTHING)
+    if not other.learned:  # to beat a guess proves nothing; to lose against one does
+        return Verdict(e, mine, other, "not compared", f"{name(other.mixer)} has not learned")
     a, b = mine.value.mean, other.value.mean
     higher = "higher" if a > b else "lower"
     difference = "equal" if a == b else f"{change(e.row.metric, b, a)} {higher}"
