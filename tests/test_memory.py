@@ -83,10 +83,17 @@ def test_gradients_use_it_and_are_right(given):
 
 @torch.no_grad()
 def test_no_more_is_kept_than_the_limit(given, monkeypatch):
-    monkeypatch.setattr(memory, "MOST", 9 << 20)
+    monkeypatch.setattr(memory, "MOST", 8 << 20)
     several = [attend(*given) for _ in range(3)]
     several.clear()
     assert memory.held() == 2 << 22
+    long = [torch.cat([t, t[:, :, :400]], 2) for t in given]  # another size, more than an eighth longer
+    kept = attend(*long)
+    size = kept.nbytes
+    del kept
+    assert memory.held() == size  # the older ones gave way
+    attend(*(t[:, :, :2300] for t in long))
+    assert memory.held() == size  # a little shorter: the same memory serves
     memory.clear()
     assert memory.held() == 0
 

@@ -5,7 +5,6 @@ tensor: a tenth to a quarter of the time of a long call. torch has no allocator 
 """
 
 import ctypes
-from collections import defaultdict
 from collections.abc import Callable
 from weakref import finalize
 
@@ -15,7 +14,7 @@ from torch import Tensor
 LARGE = 1 << 22  # bytes: malloc itself reuses the pages of smaller tensors
 MOST = 1 << 28  # bytes kept for later
 
-_kept: defaultdict[int, list[Tensor]] = defaultdict(list)  # unused memory, by its size
+_kept: dict[int, Tensor] = {}  # unused memory by its address, the latest last
 
 
 def lasting(t: Tensor, prepare: Callable[[Tensor], object]) -> Tensor:
@@ -23,12 +22,11 @@ def lasting(t: Tensor, prepare: Callable[[Tensor], object]) -> Tensor:
 
     `prepare` is called with new memory, before its first use.
     """
-    if t.nbytes < LARGE:
-        return t
     size = t.nbytes
-    try:
-        memory = _kept[size].pop()
-    except IndexError:
+    if size < LARGE:
+        return t
+    memory = _taken(size)
+    if memory is None:
         memory = t.new_empty(size, dtype=torch.uint8)
         prepare(memory)
     # The storage holds the lease, and the lease's end returns the memory.
@@ -38,14 +36,24 @@ def lasting(t: Tensor, prepare: Callable[[Tensor], object]) -> Tensor:
     return t.new_empty(0).set_(storage, 0, t.shape, t.stride())  # no view: those refuse changes in place
 
 
+def _taken(size: int) -> Tensor | None:
+    """Kept memory of this size, or up to an eighth more; None if there is none."""
+    for at, memory in reversed(list(_kept.items())):
+        fits = size <= memory.nbytes <= size + size // 8
+        if fits and _kept.pop(at, None) is not None:  # another thread may have taken it
+            return memory
+    return None
+
+
 def _return(memory: Tensor) -> None:
-    if held() + memory.nbytes <= MOST:
-        _kept[memory.nbytes].append(memory)
+    _kept[memory.data_ptr()] = memory
+    while held() > MOST:  # the oldest goes: no result may ever have its size again
+        _kept.pop(next(iter(_kept), 0), None)
 
 
 def held() -> int:
     """The bytes that are kept for later."""
-    return sum(size * len(some) for size, some in list(_kept.items()))
+    return sum(memory.nbytes for memory in list(_kept.values()))
 
 
 def clear() -> None:
