@@ -167,7 +167,7 @@ def test_double_backward_is_refused(backend):
 MEMORY = """
 import torch
 from cosformer import cosformer_attention
-from cosformer.bench.measure import peak  # not getrusage, which begins with the peak of the process that forks
+from cosformer.bench.measure import peak  # getrusage begins with the peak of the process that forks
 q, k, v = (torch.randn(1, 8, {L}, 64, requires_grad=True) for _ in range(3))
 decay = torch.rand(1, 8, {L}, requires_grad=True) if {decay} else None
 out = cosformer_attention(q, k, v, causal=True, decay=decay, backend="{backend}")
