@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 LARGE = 1 << 22  # bytes: malloc itself reuses the pages of smaller tensors
-MOST = 1 << 28  # bytes kept for later
+MOST = 1 << 27  # bytes kept for later: a peak of memory may be higher by this much
 
 _kept: dict[int, Tensor] = {}  # unused memory by its address, the latest last
 
