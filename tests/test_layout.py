@@ -70,7 +70,7 @@ ORDER = {
         "classification language seq2seq",
     ],
     "train": [
-        "alive checkpoints memory models sharded",
+        "alive checkpoints malloc models sharded",
         "progress settings",
         "parallel",
         "trainer",
@@ -95,7 +95,7 @@ ONLY_IN = {
     "transformers": {"hf", "tasks", "train", "compare", "generate", "bench"},
     "datasets": {"tasks"},
     "numpy": {"tasks"},
-    "ctypes": {"ops._native", "ops.memory", "train.memory"},
+    "ctypes": {"ops._native", "ops.memory", "train.malloc"},
     "triton": {f"ops.triton.{name}" for name in ("device", "kernels", "run", "tiles")},
 }
 

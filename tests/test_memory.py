@@ -94,8 +94,28 @@ def test_no_more_is_kept_than_the_limit(given, monkeypatch):
     assert memory.held() == size  # the older ones gave way
     attend(*(t[:, :, :2300] for t in long))
     assert memory.held() == size  # a little shorter: the same memory serves
+    monkeypatch.setattr(memory, "MOST", 1 << 20)
+    held = memory.held()
+    attend(*(t[:, :, :2300] for t in long))
+    attend(*given)  # each is larger than the limit by itself, and not kept
+    assert memory.held() == 0 < held
     memory.clear()
     assert memory.held() == 0
+
+
+@torch.no_grad()
+def test_the_garbage_collector_may_free_results_at_any_time(given):
+    """Results in cycles are freed where the collector runs, even while memory is looked for."""
+    x, weight = torch.randn(4096, 256), torch.ones(256)
+    several = [rms_norm(x, weight, 1e-6) for _ in range(30)]
+    several.clear()
+    littered = []
+    for step in range(300):
+        cycle: list = [rms_norm(x, weight, 1e-6)]
+        cycle.append(cycle)
+        del cycle
+        littered.append([(i, i) for i in range(step % 37 + 10)])
+        attend(*given)
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 """Rows of several sequences, and rows with padding: what says where a sequence begins, and what follows.
 
-Padded rows are laid end to end without their padding where that is less work, so that every part of every
-block computes tokens only.
+Rows padded on the right are laid end to end without their padding where that is less work, so that every
+part of every block computes tokens only.
 """
 
 from typing import Any, NamedTuple
@@ -25,16 +25,16 @@ class Packed(NamedTuple):
         """The tokens of (B, L, C), one row after the other: (1, T, C)."""
         return x.flatten(0, 1).index_select(0, self.places)[None]
 
-    def part(self, x: Tensor, shape: torch.Size) -> Tensor:
+    def split(self, x: Tensor, shape: torch.Size) -> Tensor:
         """(1, T, C) as rows again, of shape (B, L, C); padding is zero."""
         return x.new_zeros(shape).flatten(0, 1).index_copy(0, self.places, x[0]).view(shape)
 
 
-def packed(mask: Tensor) -> Packed | None:
+def without_padding(mask: Tensor) -> Packed | None:
     """How to leave the padding of (B, L) out; None where it stays.
 
-    It stays inside a sequence, where it counts as distance; in a graph, whose shapes must not depend on
-    values; and on a device, for which one would have to wait.
+    It stays before and inside a text, where it counts as distance, or as the place that tells the first
+    token; in a graph, whose shapes must not depend on values; and on a device, for which one would wait.
     """
     if torch.compiler.is_compiling() or not mask.is_cpu or not mask.numel():
         return None
@@ -43,8 +43,7 @@ def packed(mask: Tensor) -> Packed | None:
     total = int(lengths.sum())
     if total > (1 - PAYS) * keep.numel() or total < LONG * len(keep):
         return None
-    begins = keep[:, :1].sum(1) + (keep[:, 1:] & ~keep[:, :-1]).sum(1)
-    if int(begins.max()) > 1:
+    if bool((keep[:, 1:] & ~keep[:, :-1]).any()):
         return None
     return Packed(keep.flatten().nonzero().flatten(), torch.nn.functional.pad(lengths.cumsum(0), (1, 0)))
 

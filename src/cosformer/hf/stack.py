@@ -30,7 +30,7 @@ from .pretrained import (
     check_mask_length,
     new_interior,
 )
-from .rows import check_places, packed, packed_boundaries, unpadded
+from .rows import check_places, packed_boundaries, unpadded, without_padding
 from .step import next_token
 
 
@@ -74,7 +74,8 @@ class CosformerRMSNorm(LlamaRMSNorm):
 
 def asks_for_more(config: Any, asked: dict, *, but: tuple[str, ...] = ()) -> bool:
     """Whether a call wants more than the last hidden state or logits, or wants them in another form."""
-    if config.output_hidden_states or asked.get("return_dict") is False:
+    form = asked.get("return_dict")
+    if config.output_hidden_states or (config.return_dict if form is None else form) is False:
         return True
     known = ("return_dict", *but)
     return any(v is not None and v is not False for name, v in asked.items() if name not in known)
@@ -137,11 +138,12 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
             hidden = next_token(self, embedded, past_key_values, attention_mask)
             if hidden is not None:
                 return BaseModelOutputWithPast(self.norm(hidden), past_key_values)
-        tokens, shape = None, embedded.shape
-        if attention_mask is not None and past_key_values is None and shard is None:
-            tokens = None if asks_for_more(self.config, kwargs) else packed(attention_mask)
-        if tokens is not None:
-            embedded, attention_mask, boundaries = tokens.join(embedded), None, tokens.cu_seqlens
+        packed, shape = None, embedded.shape
+        whole = attention_mask is not None and past_key_values is None and shard is None
+        if whole and not asks_for_more(self.config, kwargs):
+            packed = without_padding(attention_mask)
+        if packed is not None:
+            embedded, attention_mask, boundaries = packed.join(embedded), None, packed.cu_seqlens
         out = super().forward(
             past_key_values=past_key_values,
             inputs_embeds=self.dropout(embedded),
@@ -152,8 +154,8 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
             shard=shard,
             **kwargs,
         )
-        if tokens is not None:
-            out.last_hidden_state = tokens.part(out.last_hidden_state, shape)
+        if packed is not None:
+            out.last_hidden_state = packed.split(out.last_hidden_state, shape)
         return out
 
     @staticmethod

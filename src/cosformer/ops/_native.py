@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .call import Backend, Call, Grads, Inputs, Outputs, Run, RunBackward, Upstream, dense, projected, theta
 from .checks import check_rates
-from .memory import LARGE, lasting
+from .memory import LARGE, leased
 
 ISAS = ("avx512", "avx2", "neon", "baseline")  # best first
 
@@ -160,9 +160,9 @@ def _in_memory(x: Inputs) -> Inputs:
     return Inputs(dense(x.q), dense(x.k), dense(x.v), decay, x.key_mask, cu_seqlens, _rows(x.state))
 
 
-def fresh(t: Tensor) -> Tensor:
+def result_like(t: Tensor) -> Tensor:
     """A tensor like t, about to be filled; large ones are in huge pages, as mapping small ones takes long."""
-    return lasting(t, lambda new: kernel().expect(new.data_ptr(), new.nbytes))
+    return leased(t, lambda new: kernel().expect(new.data_ptr(), new.nbytes))
 
 
 def _angles(x: Inputs, call: Call) -> Tensor | None:
@@ -208,11 +208,11 @@ def _is_added_to(x: Inputs, call: Call) -> bool:
 
 def forward(x: Inputs, call: Call) -> Outputs:
     y, x, angles = Outputs.empty(x, call), _in_memory(x), _angles(x, call)
-    y = y._replace(out=fresh(y.out))
+    y = y._replace(out=result_like(y.out))
     if not _is_added_to(x, call):
         check(kernel().forward(_packed(x, y, call, angles), None), x.decay)
         return y
-    summed = y._replace(out=fresh(torch.empty_like(y.out, dtype=torch.float32)))
+    summed = y._replace(out=result_like(torch.empty_like(y.out, dtype=torch.float32)))
     check(kernel().forward(_packed(x, summed, call, angles), None), x.decay)
     y.out.copy_(summed.out)
     return y
@@ -242,7 +242,7 @@ def plan(x: Inputs, call: Call, graph: bool) -> Run | None:
             if hidden:
                 after_at = norm_at + hidden_offset
         if large:
-            out = fresh(out)
+            out = result_like(out)
         places = _PLACES.pack(
             q.data_ptr(), k.data_ptr(), v.data_ptr(), out.data_ptr(), norm_at,
             0 if decay is None else decay.data_ptr(),
@@ -298,7 +298,7 @@ def _backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> RunBackw
     def run(dout, dafter, q, k, v, decay, mask, state, out, norm_at, after_at, position, held=angles):
         dq, dk, dv = [q.new_empty_strided(shape, strides, dtype=kind) for shape, strides, kind in kinds]
         if large:
-            dq, dk, dv = fresh(dq), fresh(dk), fresh(dv)
+            dq, dk, dv = result_like(dq), result_like(dk), result_like(dv)
         if unseen is not None:
             dk[:, :, unseen:] = 0
             dv[:, :, unseen:] = 0

@@ -8,7 +8,7 @@ from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from ._native import CONVOLUTION, DTYPES, NORM, check, fresh, kernel, problem
+from ._native import CONVOLUTION, DTYPES, NORM, check, kernel, problem, result_like
 
 
 def takes(x: Tensor, dtypes: Collection[torch.dtype] = DTYPES) -> bool:
@@ -23,7 +23,7 @@ def takes(x: Tensor, dtypes: Collection[torch.dtype] = DTYPES) -> bool:
 
 def convolve(x, taps, ahead, boundaries) -> Tensor:
     """x (B, L, C) with taps (width, C), in float32, -> (B, L, C)."""
-    y = fresh(torch.empty(x.shape, dtype=x.dtype, device=x.device))
+    y = result_like(torch.empty(x.shape, dtype=x.dtype, device=x.device))
     check(kernel().convolution(_convolution(x, y, len(taps), ahead, boundaries, taps, None)))
     return y
 
@@ -46,14 +46,14 @@ def _convolution(x, y, width, ahead, boundaries, taps, parts) -> bytes:
 
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The RMS norm of rows (n, D)."""
-    y = fresh(torch.empty(x.shape, dtype=x.dtype, device=x.device))
+    y = result_like(torch.empty(x.shape, dtype=x.dtype, device=x.device))
     check(kernel().norm(_norm(x, weight, eps, y, None, None, None)))
     return y
 
 
 def norm_gradients(x: Tensor, weight: Tensor, eps: float, dy: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of x and, in float32, of the weight."""
-    dx = fresh(torch.empty(x.shape, dtype=x.dtype, device=x.device))
+    dx = result_like(torch.empty(x.shape, dtype=x.dtype, device=x.device))
     shape = (torch.get_num_threads(), x.shape[1])
     parts = torch.zeros(shape, dtype=torch.float32, device=x.device)
     check(kernel().norm(_norm(x, weight, eps, None, dy, dx, parts)))

@@ -17,38 +17,47 @@ MOST = 1 << 27  # bytes kept for later: a peak of memory may be higher by this m
 _kept: dict[int, Tensor] = {}  # unused memory by its address, the latest last
 
 
-def lasting(t: Tensor, prepare: Callable[[Tensor], object]) -> Tensor:
-    """A tensor like t, which is about to be filled: t itself, or if it is large one in memory that is kept.
+def leased(like: Tensor, prepare: Callable[[Tensor], object]) -> Tensor:
+    """A tensor to be filled: `like` itself or, if it is large, one of its kind in memory that will be reused.
 
-    `prepare` is called with new memory, before its first use.
+    `prepare` is called with new memory, before its first use. The storage cannot be resized.
     """
-    size = t.nbytes
+    size = like.nbytes
     if size < LARGE:
-        return t
+        return like
     memory = _taken(size)
     if memory is None:
-        memory = t.new_empty(size, dtype=torch.uint8)
+        memory = like.new_empty(size, dtype=torch.uint8)
         prepare(memory)
     # The storage holds the lease, and the lease's end returns the memory.
     lease = (ctypes.c_char * size).from_address(memory.data_ptr())
     finalize(lease, _return, memory).atexit = False
-    storage = torch.frombuffer(lease, dtype=t.dtype).untyped_storage()
-    return t.new_empty(0).set_(storage, 0, t.shape, t.stride())  # no view: those refuse changes in place
+    storage = torch.frombuffer(lease, dtype=like.dtype).untyped_storage()
+    empty = like.new_empty(0)
+    return empty.set_(storage, 0, like.shape, like.stride())  # no view: those refuse changes in place
+
+
+# A result may be freed by another thread or the garbage collector between any two lines here.
 
 
 def _taken(size: int) -> Tensor | None:
     """Kept memory of this size, or up to an eighth more; None if there is none."""
-    for at, memory in reversed(list(_kept.items())):
-        fits = size <= memory.nbytes <= size + size // 8
-        if fits and _kept.pop(at, None) is not None:  # another thread may have taken it
+    for at in reversed(list(_kept)):
+        memory = _kept.get(at)
+        fits = memory is not None and size <= memory.nbytes <= size + size // 8
+        if fits and _kept.pop(at, None) is not None:
             return memory
     return None
 
 
 def _return(memory: Tensor) -> None:
+    if memory.nbytes > MOST:
+        return
     _kept[memory.data_ptr()] = memory
-    while held() > MOST:  # the oldest goes: no result may ever have its size again
-        _kept.pop(next(iter(_kept), 0), None)
+    for at in list(_kept):  # the oldest goes: no result may ever have its size again
+        if held() <= MOST:
+            break
+        _kept.pop(at, None)
 
 
 def held() -> int:

@@ -8,7 +8,7 @@ The same command works under torchrun: every process runs this code, and the fir
 """
 
 from .build import evaluate
-from .memory import keep_memory
+from .malloc import keep_memory
 from .progress import quieten
 from .run import train
 from .settings import Run, SettingsError

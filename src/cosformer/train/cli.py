@@ -18,7 +18,7 @@ from . import models
 from .alive import Lost
 from .build import evaluate
 from .dryrun import dry_run
-from .memory import keep_memory
+from .malloc import keep_memory
 from .progress import clock, quieten, say, show
 from .run import train
 from .settings import KEYS, TABLES, Run, SettingsError, read_recipe
