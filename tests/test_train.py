@@ -228,7 +228,7 @@ print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="keep_memory is for glibc")
-def test_a_command_keeps_the_memory_that_a_step_frees():
+def test_keep_memory_keeps_what_is_freed():
     returned, kept = (
         int(subprocess.run([sys.executable, "-c", FAULTS, how], capture_output=True, text=True).stdout)
         for how in ("return", "keep")
