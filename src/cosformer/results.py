@@ -176,7 +176,7 @@ class Cost(Timed):
     cache_bytes: int | None = None  # after the context
     bound_ms: float | None = None  # time to read the weights once from memory
     gflops: float | None = None  # per second, counting only what linear attention needs
-    limit_gflops: float | None = None  # of the machine's fastest batched matrix product
+    limit_gflops: float | None = None  # of torch's fastest matrix product on the machine
     error: float | None = None  # the largest difference from the definition
 
     @property

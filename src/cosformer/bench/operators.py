@@ -220,13 +220,23 @@ def _runs(case: Case) -> bool:
 
 
 def gemm_works(dtype: str) -> dict[str, tuple[Work, float]]:
-    """Batched matrix products with their flops: the fastest is what a kernel of such products can reach."""
+    """Matrix products with their flops: the fastest is what a kernel of such products can reach.
+
+    On the CPU torch has two libraries for them: MKL, which multiplies batches, and oneDNN, which compiled
+    models use. MKL leaves AVX-512 alone on processors that are not Intel's.
+    """
+    one_dnn = getattr(torch.ops.mkldnn, "_linear_pointwise", None)
+    if torch.get_default_device().type != "cpu" or not torch.backends.mkldnn.is_available():
+        one_dnn = None
     works: dict[str, tuple[Work, float]] = {}
     for batch, n, m, p in ((8, 1024, 64, 128), (8, 64, 1024, 128), (8, 512, 256, 256), (2, 1024, 1024, 1024)):
         shapes = (batch, n, m), (batch, m, p), (batch, n, p)
         a, b, out = (torch.randn(shape).to(getattr(torch, dtype)) for shape in shapes)
-        work = finished(partial(torch.bmm, a, b, out=out))
-        works[f"gemm {batch}x{n}x{m}x{p}, {dtype}"] = (work, 2.0 * batch * n * m * p)
+        shape, flops = f"{batch}x{n}x{m}x{p}, {dtype}", 2.0 * batch * n * m * p
+        works[f"gemm {shape}"] = finished(partial(torch.bmm, a, b, out=out)), flops
+        if one_dnn is not None:
+            rows, weight = a.flatten(0, 1), b[0].mT.contiguous()
+            works[f"linear {shape}"] = partial(one_dnn, rows, weight, None, "none", [], ""), flops
     return works
 
 

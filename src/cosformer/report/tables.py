@@ -186,7 +186,7 @@ def cost(caption: str, rows: list[Cost], *only: costs.Kind) -> Table:
     if costs.TIME in kinds:
         notes += [f"×: as many times as fast as {name(contest.them)}."] if contest.theirs else []
         limit = next((row.limit_gflops for row in rows if row.share), None)
-        notes += [f"%: of the fastest batched matrix product, {limit:.0f} GFLOP/s."] if limit else []
+        notes += [f"%: of torch's fastest matrix product, {limit:.0f} GFLOP/s."] if limit else []
         least = {name(row.mixer): digits(row.bound_ms) for row in rows if row.bound_ms}
         bounds = ", ".join(f"{who} {ms}" for who, ms in least.items())
         notes += [f"Reading the weights once from memory takes, in ms: {bounds}."] if bounds else []
