@@ -59,7 +59,7 @@ class Loaded {
     double *rates, *before, *after, *running;  // exp(-rate), and its products: see cosformer.h
     double total = 1;             // decay over the chunk
     int64_t ahead = 0;            // rows to the next chunk's
-    Soon soon{3};
+    Soon soon{COLS > 16 ? 8 : 3};
 
     // Angles and decay factors of the chunk's positions.
     void place(const Chunk &c, const Sweep &sweep) {

@@ -145,7 +145,7 @@ class Total {
     float *states[2], *lost[2] = {nullptr, nullptr};
     float *turned;                  // (D x E) transposed, its columns laid out like a state's
     Angles angles;
-    Soon soon{2};
+    Soon soon{COLS > 16 ? 4 : 2};
 
     // The column of number d of part p, and how many such columns there are.
     int64_t column(int64_t p, int64_t d) const { return s.parts == 1 ? d : d / HALF * COLS + p * HALF + d % HALF; }
