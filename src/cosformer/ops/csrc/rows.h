@@ -154,7 +154,7 @@ struct Rows {
 // once they would only queue up for memory: so they are requested a few at a time, between the tiles of the products in progress.
 class Soon {
   public:
-    explicit Soon(int rows) : rows_(rows) {}  // at a time
+    explicit Soon(int rows) : rows_(rows) {}  // at a time: wider tiles are fewer
     void clear() { used_ = at_ = 0; }
     void add(const Rows &rows, int64_t first, int64_t last, int64_t columns) {
         int64_t size = rows.dtype == COSFORMER_F32 ? 4 : 2;
