@@ -145,10 +145,6 @@ class Mixer(nn.Module):
         q, k, v = self._source(q, memory, offset)
         return self.mix(q, k, v, x=None, causal=False, key_mask=memory.key_mask)
 
-    def state_size(self) -> int | None:
-        """How many numbers a stream keeps per row after `max_length` tokens (E = D); None if it has none."""
-        return None
-
     # What a mechanism defines
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, *, x, causal: bool, key_mask: Tensor | None) -> Tensor:

@@ -43,7 +43,6 @@ class Kernel(Mixer):
     grouped = True
     relu = False  # ReLU inside the core, where it is free
     signed = False  # weights of both signs
-    features_per_size = 1  # features of phi per number of x
     eps = 1e-6
     backend: str | None = None
     own_horizon = False  # each call's horizon follows from its lengths
@@ -102,12 +101,6 @@ class Kernel(Mixer):
         options["horizon"] = self.horizon_of(self.max_length)
         return linear_read(self.phi(q), memory, q_offset=offset, **options)
 
-    def state_size(self):
-        if self.own_horizon:
-            return None
-        cosine = 1 if horizon_list(self.horizon_of(self.max_length), self.heads)[0] == math.inf else 2
-        return self.heads * self.head_dim * self.features_per_size * cosine * (self.head_dim + 1)
-
     def _options(self, length: int, v: Tensor, x: Tensor | None, key_mask: Tensor | None) -> dict[str, Any]:
         """The core's arguments; for the one-hot values of `weights` any backend may run."""
         backend = self.backend if v.shape[-1] == self.head_dim else None
@@ -151,7 +144,6 @@ class Cosformer(Kernel):
         check_eps(eps)
         check_backend(backend)
         self.eps, self.backend, self.both_signs = eps, backend, both_signs
-        self.features_per_size = 2 if both_signs else 1
         self.horizon = _horizon(horizon, self)
         horizons = self.horizon or ()
         self.reach = min(horizons, default=math.inf)
