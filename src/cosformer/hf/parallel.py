@@ -16,6 +16,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from ..ops.shard import LIMIT, Shard, gathered
+from .labels import IGNORE
 
 
 @contextmanager
@@ -136,6 +137,6 @@ def labels_of(group: dist.ProcessGroup | None, labels: Tensor, given: Any) -> An
     """
     if group is None or given is not None:
         return given
-    count = (labels != -100).sum()
+    count = (labels != IGNORE).sum()
     dist.all_reduce(count, group=group)
     return count.clamp_min(1) / dist.get_world_size(group)
