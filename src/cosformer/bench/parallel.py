@@ -25,7 +25,6 @@ import torch
 import torch.distributed as dist
 
 from ..hf import sequence_parallel
-from ..hf.parallel import parts
 from ..hf.sizes import Size
 from ..ops import parallel
 from ..results import Shared
@@ -107,7 +106,7 @@ def work(case: dict[str, Any]) -> None:
     dist.init_process_group("gloo", init_method=f"file://{case['store']}", rank=rank, world_size=processes)
     group: Any = dist.group.WORLD
     model = build(MIXER, length, Size(**case["size"])).train()
-    ids = torch.randint(VOCABULARY, (1, length)).split(parts(length, processes), 1)[rank]
+    ids = torch.randint(VOCABULARY, (1, length)).tensor_split(processes, 1)[rank]
 
     def step(ids: torch.Tensor) -> None:
         model(input_ids=ids, labels=ids, shift_labels=ids, use_cache=False).loss.backward()

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..decay import Decay, DecaySpec, span_of
 from ..ops.checks import Horizon, check_eps, horizon_list
+from ..ops.fades import masked
 from ..ops.linear import linear_attention, linear_read, linear_state, linear_stream
 from ..ops.operator import check_backend
 from ..ops.parallel import linear_sharded
@@ -86,8 +87,7 @@ class Kernel(Mixer):
             raise ValueError(f"mixer {self.name!r} cannot absorb a source: {OWN_HORIZON}")
         if self.positions is not None or self.rates(None, None) is not None:
             return super().absorb(k, v, key_mask=key_mask)  # what a key adds depends on the query
-        if key_mask is not None:
-            k, v = (t.masked_fill(~key_mask[:, None, :, None], 0) for t in (k, v))
+        k, v = masked(k, key_mask), masked(v, key_mask)
         options: dict[str, Any] = {"relu": self.relu, "backend": self.backend}
         options["horizon"] = self.horizon_of(self.max_length)
         return linear_state(self.phi(k), v, heads=self.heads, key_mask=key_mask, **options)
