@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 BEAT = 1.0  # seconds between signs of life
 LOST = 5.0  # seconds without one
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # of Ctrl-C; of clusters
 COMMUNICATION_ERRORS = ("gloo", "NCCL", "Connection", "ProcessGroup", "Timed out", "TCPStore")  # their words
 
 
@@ -66,11 +67,11 @@ def beat(store: dist.Store, rank: int, done: threading.Event) -> None:
 
 @contextmanager
 def signalled(handler: Any) -> Iterator[None]:
-    """Within it SIGINT, as of Ctrl-C, and SIGTERM, as clusters send it, go to this handler."""
+    """Within it the signals that ask a process to stop go to this handler."""
     if threading.current_thread() is not threading.main_thread():  # only there can signal handlers be set
         yield
         return
-    before = {number: signal.signal(number, handler) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
     try:
         yield
     finally:
