@@ -298,7 +298,8 @@ class _Gradients(_Spans):
 
     def _toward(self, leftward: bool, f: Tensor, df: Tensor) -> Tensor | None:
         """The part of a reader's dA due to a state that comes from one side."""
-        return None if self.decay is None else (f * df).sum(-1) * (1 if leftward else -1)
+        sign = 1 if leftward else -1
+        return None if self.decay is None else sign * (f * df).sum(-1)
 
     def pairs(self, s: _Span) -> None:
         """The gradients from pairs of queries and keys within one span."""
