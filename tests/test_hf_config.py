@@ -275,14 +275,14 @@ def test_fields_that_make_no_sense_are_refused(fields, said):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"mixer": 3}, 'mixer must be a str, such as "cosformer" or "cosformer.3, softmax.rope"; got 3'),
-        ({"mixer": None}, "mixer must be a str, .*; got None"),
-        ({"mixer": ["cosformer", "elu"]}, r"mixer must be a str, .*; got \['cosformer', 'elu'\]"),
-        ({"mixer_options": 3}, "mixer_options must be a dict or None; got 3"),
-        ({"horizon": "a"}, "horizon must be a number or None; got 'a'"),
-        ({"short_conv": "a"}, "short_conv must be an int or None; got 'a'"),
-        ({"qk_norm": "no"}, "qk_norm must be True, False or None; got 'no'"),
-        ({"output_gate": "x"}, "output_gate must be True or False; got 'x'"),
+        ({"mixer": 3}, "mixer must be str; got 3"),
+        ({"mixer": None}, "mixer must be str; got None"),
+        ({"mixer": ["cosformer", "elu"]}, r"mixer must be str; got \['cosformer', 'elu'\]"),
+        ({"mixer_options": 3}, "mixer_options must be dict or None; got 3"),
+        ({"horizon": "a"}, "horizon must be int or float or None; got 'a'"),
+        ({"short_conv": "a"}, "short_conv must be int or None; got 'a'"),
+        ({"qk_norm": "no"}, "qk_norm must be bool or None; got 'no'"),
+        ({"output_gate": "x"}, "output_gate must be bool; got 'x'"),
     ],
     ids=str,
 )
@@ -298,7 +298,7 @@ def test_heads_may_have_a_size_of_their_own():
 
 def test_fields_of_the_others_that_make_no_sense_are_refused():
     for kind in (hf.CosformerModel, hf.CosformerEncoderModel):  # BART's own is checked by transformers
-        with pytest.raises(TypeError, match="dropout must be a number; got 'a'"):
+        with pytest.raises(TypeError, match="dropout must be float; got 'a'"):
             toy_config(kind, dropout="a")
     with pytest.raises(ValueError, match="pooling is 'least'; one of 'first', 'mean', 'max', 'mean-max'"):
         toy_config(hf.CosformerEncoderModel, pooling="least")

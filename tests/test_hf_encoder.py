@@ -57,7 +57,7 @@ def test_a_normed_mean_is_the_mean_with_batch_normalisation(tmp_path):
     norm, many = model.pooling.norm, torch.cat([token_ids(seed=s) for s in (1, 2, 3)])
     assert norm.running_mean.eq(0).all() and norm.running_var.eq(1).all() and norm.num_batches_tracked == 0
 
-    means = model.eval().hidden(many).mean(1)
+    means = model.eval().encoded(many).last_hidden_state.mean(1)
     want = (means - means.mean(0)) / (means.var(0, unbiased=False) + norm.eps).sqrt()
     got = model.train()(many).logits
     torch.testing.assert_close(got, model.classifier(want), rtol=1e-4, atol=1e-4)
@@ -72,7 +72,7 @@ def test_pairs_are_read_one_by_one():
     model = toy_model(hf.CosformerForPairClassification, num_labels=2)
     a, b, labels = token_ids(), token_ids(length=9, seed=2), torch.tensor([0, 1])
     out = model(input_ids=a, pair_input_ids=b, labels=labels)
-    x, y = (model.pooling(model.hidden(t)) for t in (a, b))
+    x, y = (model.pooling(model.encoded(t).last_hidden_state) for t in (a, b))
     torch.testing.assert_close(out.logits, model.classifier(torch.cat([x, y, x * y, x - y], -1)))
     torch.testing.assert_close(out.loss, torch.nn.functional.cross_entropy(out.logits, labels))
     (logits,) = model(a, b, return_dict=False)

@@ -114,7 +114,7 @@ def test_masked_models_have_it_and_heads_without_it_say_so():
     fields = {"loss": "one-vs-each", "loss_samples": 1000}
     model, x = toy_model(hf.CosformerForMaskedLM, **fields).train(), token_ids()
     out = model(input_ids=x, labels=x)
-    hidden = model.head(model.hidden(x)).flatten(0, 1)
+    hidden = model.head(model.encoded(x).last_hidden_state).flatten(0, 1)
     decoder = model.decoder
     torch.testing.assert_close(
         out.loss, one_vs_each(hidden, decoder.weight, decoder.bias, x.flatten(), samples=1000)

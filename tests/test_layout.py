@@ -53,7 +53,8 @@ ORDER = {
     ],
     "mixers": ["blocks keys", "contract", "positions", "kernel lowrank lsh polynomial random softmax sparse"],
     "hf": [
-        "cache labels loss parallel pooling rows sizes",
+        "labels",
+        "cache loss parallel pooling rows sizes",
         "interface",
         "configuration pretrained",
         "int8",

@@ -274,7 +274,6 @@ def test_streamed_equals_whole(name, options, cuts):
     if mixer.streaming is not True:
         with pytest.raises(ValueError, match=f"{re.escape(name)}.*{mixer.streaming}"):
             mixer.stream(**inputs(mixer, 3))
-        assert mixer.state_size() is None
         return
     mask = torch.rand(2, 33) > 0.2
     mask[0, :9] = False  # a stream may begin with padding
@@ -288,7 +287,6 @@ def test_streamed_equals_whole(name, options, cuts):
             start += n
             assert state.position == start
         assert_close(torch.cat(outs, 2), mixer(**given, causal=True, key_mask=key_mask))
-    assert mixer.state_size() > 0
 
 
 @every

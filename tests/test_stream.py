@@ -86,14 +86,18 @@ def test_state_is_part_of_the_graph(backend):
         assert_close(g, e)
 
 
+def saved_and_loaded(state):
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=True)
+
+
 def test_saved_and_loaded(backend):
     q, k, v = inputs(L=60, S=60)
     whole = cosformer_attention(q, k, v, causal=True, horizon=100, backend=backend)
     _, state = streamed(q[:, :, :35], k[:, :, :35], v[:, :, :35], [], horizon=100, backend=backend)
-    file = io.BytesIO()
-    torch.save(state.state_dict(), file)
-    file.seek(0)
-    loaded = State.from_state_dict(torch.load(file, weights_only=True))
+    loaded = saved_and_loaded(state)
     assert loaded.position == 35
     out, _ = streamed(
         q[:, :, 35:], k[:, :, 35:], v[:, :, 35:], [], state=loaded, horizon=100, backend=backend
@@ -107,10 +111,7 @@ def test_loaded_with_torchs_safe_default(backend):
     options = {"horizon": 30, "key_mask": torch.rand(2, 9) > 0.2, "decay": torch.rand(4), "backend": backend}
     _, state = cosformer_stream(q, k, v, **options)
     _, state = cosformer_stream(q, k, v, state.snapshot(), **options)
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded = torch.load(file)
+    loaded = saved_and_loaded(state)
     assert (loaded.position, loaded.horizons) == (18, (30.0,))
     assert torch.equal(loaded.tensor, state.tensor)
     assert torch.equal(loaded.rollback(4).tensor, state.rollback(4).tensor)
@@ -227,7 +228,7 @@ def known(state):
     horizon = list(state.horizons)
     _, ahead = cosformer_stream(q, k, v, state.snapshot(), horizon=horizon)
     yield "itself", state
-    yield "saved", State.from_state_dict(state.state_dict())
+    yield "saved", saved_and_loaded(state)
     yield "pickled", pickle.loads(pickle.dumps(state))
     yield "moved", state.to("cpu")
     yield "reordered", state.index_select(torch.tensor([1, 0]))
@@ -268,10 +269,10 @@ def test_a_memory_keeps_to_its_horizon():
         linear_read(q, memory, horizon=60, relu=True)
 
 
-def test_states_saved_without_a_horizon_are_read():
+def test_a_state_made_by_hand_takes_the_next_calls_horizon():
     q, k, v = inputs(L=20, S=20)
     _, state = cosformer_stream(q, k, v, horizon=50)
-    old = State.from_state_dict({"tensor": state.tensor, "position": torch.tensor(20)})
+    old = State(state.tensor, 20)
     out, after = cosformer_stream(q, k, v, old, horizon=50)
     assert torch.equal(out, cosformer_stream(q, k, v, state, horizon=50)[0])
     assert after.horizons == (50.0,)  # known from here on
@@ -368,7 +369,7 @@ def test_a_segment_goes_on_as_a_stream(backend):
     lam, mask = torch.rand(2, 4, 60) / 10, torch.ones(2, 60, dtype=torch.bool)
     options = {"horizon": 90, "backend": backend}
     first, later = (segment(k, v, lam, mask, *edges, **options) for edges in ((0, 20), (20, 45)))
-    later = State.from_state_dict(later.state_dict()).index_select(torch.tensor([0, 1]))
+    later = saved_and_loaded(later).index_select(torch.tensor([0, 1]))
     _, later = cosformer_stream(
         q[:, :, 45:], k[:, :, 45:], v[:, :, 45:], later, decay=lam[:, :, 45:], **options
     )

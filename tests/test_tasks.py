@@ -5,7 +5,6 @@ import pickle
 import re
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import numpy as np
@@ -121,8 +120,8 @@ def test_published_sizes_come_with_every_arena_task(tmp_path):
     assert set(PUBLISHED) == set(LRA)
     for name in LRA:
         task = tasks.build(name, **make(name, tmp_path), cache=tmp_path / "c")
-        assert asdict(task.published) == asdict(PUBLISHED[name])
-        assert task.published.width % task.published.heads == 0
+        assert task.published == PUBLISHED[name]
+        assert task.published["width"] % task.published["heads"] == 0
 
 
 # recall and the toys

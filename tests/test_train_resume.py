@@ -16,8 +16,8 @@ from cosformer import tasks, train
 from cosformer.seal import SEAL
 from cosformer.train import cli
 from cosformer.train import run as run_module
+from cosformer.train.alive import SIGNALS
 from cosformer.train.build import build_model, build_task, build_trainer
-from cosformer.train.progress import Interrupt
 from cosformer.train.sharded import Sharded
 from cosformer.train.trainer import Trainer
 
@@ -26,14 +26,14 @@ pytestmark = pytest.mark.usefixtures("here")
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_had_been(number, whole):
-    handlers = [signal.getsignal(n) for n in Interrupt.signals]
+    handlers = [signal.getsignal(n) for n in SIGNALS]
     with pytest.raises(
         train.Interrupted,
         match=f"interrupted by {number.name} at step 3; --resume goes on from run/checkpoint-3",
     ):
         go(watch=Signal(3, number))
     assert "checkpoint-3" in checkpoints() and not Path("run/result.json").exists()
-    assert handlers == [signal.getsignal(n) for n in Interrupt.signals]
+    assert handlers == [signal.getsignal(n) for n in SIGNALS]
     result, want = go(resume=True), json.loads((whole / "result.json").read_text())
     assert same("run", whole) and same("run/checkpoint-6", whole / "checkpoint-6")
     assert steps() == [1, 2, 3, 4, 5, 6] and steps(key="eval_accuracy") == [2, 4, 6]

@@ -15,6 +15,7 @@ from . import measure, operators
 
 WORKS = ["forward", "training", "decoding"]  # of operators
 OF_MODELS = ["training", "decoding", "generating"]
+LONG, QUICK = 60.0, 10.0  # seconds of measuring
 WEIGHTS = ["float32", "bfloat16", "int8"]
 
 __all__ = ["main"]
@@ -58,21 +59,22 @@ def parser() -> argparse.ArgumentParser:
     add("--parallel", nargs="*", type=_count, metavar="W", help="measure one sequence over 1, 2 and 4"
         " processes, or these (needs the [hf] extra)")
     add("--lengths", nargs="+", type=_count, metavar="N", help="text lengths (default: a few up to 16384)")
-    add("--head-dims", nargs="+", type=_count, metavar="D", default=[64], help="of operators (default: 64)")
+    add("--head-dims", nargs="+", type=_count, metavar="D", default=[64],
+        help="of operators (default: %(default)s)")
     add("--heads", type=_count, default=8, help="of the operators (default: %(default)s)")
     add("--dtypes", nargs="+", default=["float32"], choices=["float32", "bfloat16", "float16", "float64"],
-        help="of the operators (default: float32)")
+        help="of the operators (default: %(default)s)")
     add("--causal", choices=["yes", "no", "both"], help="mixers are bidirectional unless it is yes, models"
         " are causal (default: both)")
     add("--work", nargs="+", choices=[*WORKS, "generating"], help="of operators and models (default: all they"
         " have); training is forward and backward, decoding one token, generating a token of `generate`")
     add("--size", metavar="NAME", help="of --models, as of `train` (default: 4 layers of width 256)")
     add("--weights", nargs="+", choices=WEIGHTS, default=["float32"], help="of --models, for generating"
-        " (default: float32)")
+        " (default: %(default)s)")
     add("--contexts", nargs="+", type=_count, metavar="N", help="of --models: tokens before those decoded")
     add("--threads", type=_count, default=torch.get_num_threads(), help="torch's (default: %(default)s)")
-    add("--seconds", type=_seconds, help="for the rounds after warming up (default: 60; --quick: 10); twice"
-        " that if other processes disturb")
+    add("--seconds", type=_seconds, help="for the rounds after warming up (default:"
+        f" {LONG:g}; --quick: {QUICK:g}); twice that if other processes disturb")
     add("--memory", action=argparse.BooleanOptionalAction, default=True, help="peak memory (default: yes)")
     add("--out", type=Path, help="append the results to this file as JSON lines")
     add("--plot", type=Path, help="draw the results to this SVG (needs the [report] extra)")
@@ -85,7 +87,7 @@ def settings(argv: list[str] | None) -> argparse.Namespace:
     args = parser().parse_args(argv)
     asked = [kind for kind in ("parallel", "mixers", "models") if getattr(args, kind) is not None]
     args.kind = asked[0] if asked else "operators"
-    args.seconds = args.seconds or (10.0 if args.quick else 60.0)
+    args.seconds = args.seconds or (QUICK if args.quick else LONG)
     args.causal = args.causal or ("yes" if args.quick else "both")
     known = OF_MODELS if args.kind == "models" else WORKS
     for work in args.work or ():

@@ -40,10 +40,7 @@ def build(mixer: str, length: int, size: Size) -> Any:
     """A causal language model, of our blocks or Llama."""
     fields: dict[str, Any] = {
         "vocab_size": VOCABULARY,
-        "hidden_size": size.width,
-        "intermediate_size": 32 * round((size.feedforward or 4 * size.width) / 48),  # gated: three matrices
-        "num_hidden_layers": size.layers,
-        "num_attention_heads": size.heads,
+        **size.fields(),
         "max_position_embeddings": length,
         "bos_token_id": None,
         "eos_token_id": None,

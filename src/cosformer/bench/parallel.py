@@ -7,17 +7,16 @@ functions.
 """
 
 import argparse
-import json
 import math
+import multiprocessing
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
-from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +24,6 @@ import torch
 import torch.distributed as dist
 
 from ..hf import sequence_parallel
-from ..hf.parallel import parts
 from ..hf.sizes import Size
 from ..ops import parallel
 from ..results import Shared
@@ -100,14 +98,13 @@ class Clock:
         return about | {"beside": math.fsum(message.beside for message in self.messages), "sent": self.sent}
 
 
-def work(case: dict[str, Any]) -> None:
-    """Runs in each process and prints what it measured."""
+def work(rank: int, *, processes: int, length: int, size: Size, steps: int, store: Path) -> dict[str, Any]:
+    """What each process measures."""
     torch.set_num_threads(1)
-    rank, processes, length = case["rank"], case["processes"], case["length"]
-    dist.init_process_group("gloo", init_method=f"file://{case['store']}", rank=rank, world_size=processes)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
     group: Any = dist.group.WORLD
-    model = build(MIXER, length, Size(**case["size"])).train()
-    ids = torch.randint(VOCABULARY, (1, length)).split(parts(length, processes), 1)[rank]
+    model = build(MIXER, length, size).train()
+    ids = torch.randint(VOCABULARY, (1, length)).tensor_split(processes, 1)[rank]
 
     def step(ids: torch.Tensor) -> None:
         model(input_ids=ids, labels=ids, shift_labels=ids, use_cache=False).loss.backward()
@@ -120,7 +117,7 @@ def work(case: dict[str, Any]) -> None:
         step(ids)
         memory = peak() - before  # later steps add more, as the heap fragments
         clock = Clock()
-        for number in range(case["steps"] * min(2, processes)):
+        for number in range(steps * min(2, processes)):
             clock.start(at_once=number % min(2, processes) == 1)
             dist.barrier()
             with Watch() as watch:
@@ -129,8 +126,8 @@ def work(case: dict[str, Any]) -> None:
                 took = time.perf_counter() - start
             about = {"seconds": took, "waited": watch.waited, "at_once": clock.at_once}
             found.append(about | clock.found(took))
-    print(json.dumps({"steps": found, "memory_mib": memory / 2**20}), flush=True)
     dist.destroy_process_group()
+    return {"steps": found, "memory_mib": memory / 2**20}
 
 
 def measured(processes: int, length: int, *, size: Size, steps: int) -> Shared:
@@ -165,18 +162,15 @@ def measured(processes: int, length: int, *, size: Size, steps: int) -> Shared:
 
 
 def started(processes: int, length: int, *, size: Size, steps: int) -> list[dict[str, Any]]:
-    """What each process printed."""
-    code = "import sys, json; from cosformer.bench import parallel; parallel.work(json.loads(sys.argv[1]))"
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    case = {"processes": processes, "length": length, "size": asdict(size), "steps": steps}
-    with tempfile.TemporaryDirectory() as folder:
-        case["store"] = str(Path(folder) / "store")
-        given = [json.dumps({**case, "rank": rank}) for rank in range(processes)]
-        running = [subprocess.Popen([*command, one], stdout=subprocess.PIPE, text=True) for one in given]
-        said = [process.communicate()[0] for process in running]
-    if wrong := [rank for rank, process in enumerate(running) if process.returncode]:
-        raise SystemExit(f"bench: --parallel: process {wrong[0]} of {processes} failed at length {length:,}")
-    return [json.loads(text.splitlines()[-1]) for text in said]
+    """What each of so many new processes measured."""
+    fresh = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder, ProcessPoolExecutor(processes, mp_context=fresh) as pool:
+        case: dict[str, Any] = {"processes": processes, "length": length, "size": size, "steps": steps}
+        try:
+            return list(pool.map(partial(work, **case, store=Path(folder, "store")), range(processes)))
+        except (RuntimeError, ValueError) as wrong:
+            told = f"one of {processes} processes failed at length {length:,}: {wrong}"
+            raise SystemExit(f"bench: --parallel: {told}") from None
 
 
 def run(args: argparse.Namespace, say: Say) -> Iterator[Shared]:

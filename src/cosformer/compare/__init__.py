@@ -19,6 +19,8 @@ from .plan import EVIDENCE, MIXERS, Subject, demo, full
 
 __all__ = ["main"]
 
+MINUTES = 7
+OUT, OUT_FULL = Path("runs/compare"), Path("runs/compare-full")
 COST = "cost"  # not a subject, but named like one in --subjects
 
 
@@ -34,13 +36,13 @@ def parser() -> argparse.ArgumentParser:
         f" (default: {', '.join(MIXERS)}; --full: {', '.join(EVIDENCE)})")
     add("--data", help="your own text for lm; with --full, the folder that holds the sets")
     add("--length", type=int, help="tokens a sequence of lm has")
-    add("--minutes", type=float, help="the time there is; steps are sized to it (default: 7)")
+    add("--minutes", type=float, help=f"the time there is; steps are sized to it (default: {MINUTES})")
     add("--steps", type=int, help="train this many steps instead, whatever time it takes")
     add("--seeds", nargs="+", type=int, metavar="N", help="train with each of these (default: 0)")
     add("--full", action="store_true", help="the real sets, several seeds and rates: about twenty hours")
     add("--lengths", type=int, nargs="+", default=[512, 2048, 8192], help="where cost is measured")
     add("--threads", type=int, help="torch's (default: all cores)")
-    add("--out", type=Path, help="the folder of it (default: runs/compare, or runs/compare-full)")
+    add("--out", type=Path, help=f"the folder of it (default: {OUT}, or {OUT_FULL})")
     # fmt: on
     return p
 
@@ -48,10 +50,10 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: list[str]) -> None:
     begun = time.perf_counter()
     given = parser().parse_args(argv)
-    given.out = given.out or Path("runs/compare-full" if given.full else "runs/compare")
+    given.out = given.out or (OUT_FULL if given.full else OUT)
     given.mixers = given.mixers or (EVIDENCE if given.full else MIXERS)
     if given.minutes is None and not (given.full or given.steps):
-        given.minutes = 7.0
+        given.minutes = float(MINUTES)
     try:
         subjects = chosen(given)
     except ValueError as error:

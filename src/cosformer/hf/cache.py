@@ -64,14 +64,6 @@ class KeptLayer(CacheLayerMixin):
             rows = torch.arange(len(next(tensors(self.kept))), device=self.device_of())
             self.batch_select_indices(rows.repeat_interleave(repeats))
 
-    def offload(self) -> None:
-        if self.kept is not None:
-            self.device, self.kept = self.device_of(), mapped(self.kept, lambda t: t.to("cpu"))
-
-    def prefetch(self) -> None:
-        if self.kept is not None:
-            self.kept = mapped(self.kept, lambda t: t.to(self.device))
-
     def device_of(self) -> torch.device:
         return next(tensors(self.kept)).device
 

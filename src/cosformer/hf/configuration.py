@@ -4,6 +4,7 @@ The comments beside our fields are short; docs/hugging-face.md has a table of wh
 """
 
 import sys
+import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import NoneType
@@ -20,19 +21,19 @@ from .pooling import POOLINGS
 FORMAT = 3  # of saved models: their fields and the names of their weights
 POSITIONS = ("learned", "none", None)
 BY_TYPE = {"full_attention": "softmax", "sliding_attention": "local"}  # the mixer of a layer of that type
+PLAIN = (bool, int, float, str, dict, NoneType)
 
-NAMES = 'a str, such as "cosformer" or "cosformer*3, softmax+rope"'
-KINDS: dict[str, tuple[tuple[type, ...], str]] = {  # what our fields accept
-    "mixer": ((str,), NAMES),
-    "encoder_mixer": ((str, NoneType), NAMES + ", or None"),
-    "cross_mixer": ((str, NoneType), 'a str, such as "cosformer-paper", or None'),
-    "mixer_options": ((dict, NoneType), "a dict or None"),
-    "horizon": ((int, float, NoneType), "a number or None"),
-    "short_conv": ((int, NoneType), "an int or None"),
-    "qk_norm": ((bool, NoneType), "True, False or None"),
-    "output_gate": ((bool,), "True or False"),
-    "dropout": ((int, float), "a number"),
-}
+
+def wanted(value: Any, hint: Any) -> str | None:
+    """What a field with this type hint accepts, if not the value; only plain types are looked at."""
+    kinds = typing.get_args(hint) or (hint,)
+    if not all(kind in PLAIN for kind in kinds):
+        return None
+    accepted = (*kinds, int) if float in kinds else kinds
+    is_flag = isinstance(value, bool) and bool not in kinds  # bool is an int to Python
+    if isinstance(value, accepted) and not is_flag:
+        return None
+    return " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
 
 
 @dataclass(kw_only=True)
@@ -79,11 +80,10 @@ class CosformerFields:
 
     def check_kinds(self) -> None:
         """Check the types of our fields: transformers checks only an architecture's own."""
-        for name, (kinds, wanted) in KINDS.items():
-            value = getattr(self, name, None)
-            is_flag = isinstance(value, bool) and bool not in kinds  # bool is an int to Python
-            if hasattr(self, name) and (is_flag or not isinstance(value, kinds)):
-                raise TypeError(f"{name} must be {wanted}; got {value!r}")
+        ours = [cls for cls in type(self).__mro__ if cls.__module__ == __name__]
+        for name, hint in (item for cls in ours for item in cls.__annotations__.items()):
+            if asked := wanted(getattr(self, name, None), hint):
+                raise TypeError(f"{name} must be {asked}; got {getattr(self, name)!r}")
         if self.short_conv is not None and self.short_conv < 0:
             raise ValueError(f"short_conv is {self.short_conv}; it must be at least 0, or None")
         if self.cosformer_format != FORMAT:  # nothing could read what such a configuration saves
@@ -187,7 +187,7 @@ class StackFields(CosformerFields):
         self.check_kinds()
         self._check_sizes()
         self.settle(layers=self.num_hidden_layers, heads=self.num_attention_heads)
-        if self.loss not in LOSSES or not isinstance(self.loss_samples, int) or self.loss_samples < 1:
+        if self.loss not in LOSSES or self.loss_samples < 1:
             given, known = f"{self.loss!r} over {self.loss_samples} samples", ", ".join(map(repr, LOSSES))
             raise ValueError(f"loss is {given}; one of {known}, over 1 sample or more")
         super().__post_init__(**kwargs)  # type: ignore[misc]

@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaPreTrainedModel, Llama
 from transformers.utils import can_return_tuple
 
 from .configuration import CosformerEncoderConfig
-from .labels import check_is_of_classes, check_of_tokens, fitting, labelled, of_texts, problem_of
+from .labels import IGNORE, check_is_of_classes, check_of_tokens, fitting, labelled, of_texts, problem_of
 from .loss import without_logits
 from .parallel import labels_of
 from .pooling import Pooling
@@ -49,20 +49,10 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
         self.num_labels = config.num_labels
         self.model = CosformerEncoderModel(config)
 
-    def get_input_embeddings(self) -> nn.Module:
-        return self.model.embed_tokens
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        self.model.embed_tokens = value
-
     def encoded(self, input_ids=None, attention_mask=None, **kwargs) -> BaseModelOutputWithPast:
         kwargs.pop("token_type_ids", None)  # BERT-like tokenizers return them; there are no segments here
         kwargs |= {"attention_mask": attention_mask, "return_dict": True}
         return self.model(input_ids, **kwargs)
-
-    def hidden(self, input_ids=None, attention_mask=None, **kwargs) -> Tensor:
-        """The last block's output (B, L, C)."""
-        return self.encoded(input_ids, attention_mask, **kwargs).last_hidden_state
 
     def read_off(self, hidden: Tensor, layer: Any, labels: Tensor | None, items: Any = None) -> dict:
         """Loss and logits of an output layer; in training with another loss than the softmax, no logits.
@@ -77,7 +67,7 @@ class EncoderHead(CosformerPreTrained, LlamaPreTrainedModel):
             return {"loss": without_logits(self.config, hidden, layer, labels, items)}
         logits = layer(hidden)
         if items is None:
-            items = (labels != -100).sum().clamp_min(1)  # without labels the loss is 0, not NaN
+            items = (labels != IGNORE).sum().clamp_min(1)  # without labels the loss is 0, not NaN
         loss = cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="sum")
         return {"loss": loss / items, "logits": logits}
 

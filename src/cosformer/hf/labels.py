@@ -8,6 +8,8 @@ from torch import Tensor
 
 from ..ops import checks
 
+IGNORE = -100  # the label of a token without one, as torch and transformers have it
+
 
 def problem_of(config: Any, labels: Tensor) -> str:
     """The problem type of a text classifier: `config.problem_type` or, as in transformers, inferred and
@@ -63,11 +65,11 @@ def check_of_tokens(hidden: Tensor, labels: Tensor) -> None:
         raise ValueError(f"labels must have the shape {wanted}, one for each token; got {given}")
 
 
-def labelled(hidden: Tensor, labels: Tensor, *, ignore: int = -100) -> tuple[Tensor, Tensor]:
+def labelled(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens with a label, (1, n, C) and (1, n); all tokens if counting would mean waiting."""
     check_of_tokens(hidden, labels)
     if not checks.readable(labels) or torch.compiler.is_compiling():
         return hidden, labels
-    asked = (labels != ignore).flatten().nonzero().flatten()
+    asked = (labels != IGNORE).flatten().nonzero().flatten()
     chosen = hidden.flatten(0, 1).index_select(0, asked), labels.flatten().index_select(0, asked)
     return chosen[0][None], chosen[1][None]

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .labels import IGNORE
+
 LOSSES = ("softmax", "chunked", "one-vs-each")
 
 
@@ -35,7 +37,6 @@ def chunked(
     bias: Tensor | None,
     labels: Tensor,
     *,
-    ignore: int = -100,
     total: Tensor | int | None = None,
 ) -> Tensor:
     """The mean cross entropy; the arguments are those of `one_vs_each`."""
@@ -46,12 +47,12 @@ def chunked(
         weight,
         labels,
         linear_bias=bias,
-        ignore_index=ignore,
+        ignore_index=IGNORE,
         reduction="none" if half else "sum",
         options=nn.LinearCrossEntropyOptions(),
     )
     loss = loss.sum(dtype=torch.float32) if half else loss
-    return loss / ((labels != ignore).sum().clamp_min(1) if total is None else total)
+    return loss / ((labels != IGNORE).sum().clamp_min(1) if total is None else total)
 
 
 def one_vs_each(
@@ -61,7 +62,6 @@ def one_vs_each(
     labels: Tensor,
     *,
     samples: int,
-    ignore: int = -100,
     total: Tensor | int | None = None,
 ) -> Tensor:
     """The mean loss of hidden (..., C) with labels (...) under the output layer weight (V, C), bias (V,).
@@ -70,7 +70,7 @@ def one_vs_each(
     labels.
     """
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
-    asked = labels != ignore
+    asked = labels != IGNORE
     target = labels.clamp_min(0)
     classes, V = None, len(weight)
     if samples < V:

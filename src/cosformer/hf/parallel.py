@@ -16,6 +16,7 @@ from accelerate.state import AcceleratorState
 from torch import Tensor
 
 from ..ops.shard import LIMIT, Shard, gathered
+from .labels import IGNORE
 
 
 @contextmanager
@@ -56,11 +57,6 @@ def joined(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
     return group
 
 
-def parts(total: int, processes: int) -> list[int]:
-    """Lengths that split `total` tokens as evenly as possible."""
-    return [total * (r + 1) // processes - total * r // processes for r in range(processes)]
-
-
 @torch.no_grad()
 def prefill(model: Any, input_ids: Tensor, group: dist.ProcessGroup | None = None) -> Any:
     """The cache after all but the last of a prompt's tokens (B, N), read by all processes of `group` together
@@ -70,10 +66,10 @@ def prefill(model: Any, input_ids: Tensor, group: dist.ProcessGroup | None = Non
         model.generate(input_ids, attention_mask=torch.ones_like(input_ids), past_key_values=cache)
     """
     group = joined(group)
-    lengths = parts(input_ids.shape[1] - 1, dist.get_world_size(group))
-    if not min(lengths):
-        return model(input_ids[:, :-1], use_cache=True, logits_to_keep=1).past_key_values
-    mine = input_ids[:, :-1].split(lengths, 1)[dist.get_rank(group)]
+    read, processes = input_ids[:, :-1], dist.get_world_size(group)
+    if read.shape[1] < processes:
+        return model(read, use_cache=True, logits_to_keep=1).past_key_values
+    mine = read.tensor_split(processes, 1)[dist.get_rank(group)]
     with sequence_parallel(model, group):
         return model(mine, use_cache=True, logits_to_keep=1).past_key_values
 
@@ -136,6 +132,6 @@ def labels_of(group: dist.ProcessGroup | None, labels: Tensor, given: Any) -> An
     """
     if group is None or given is not None:
         return given
-    count = (labels != -100).sum()
+    count = (labels != IGNORE).sum()
     dist.all_reduce(count, group=group)
     return count.clamp_min(1) / dist.get_world_size(group)

@@ -10,6 +10,20 @@ class Size:
     heads: int
     feedforward: int | None = None  # None: four times the width; a gated MLP has as many parameters
 
+    @property
+    def wide(self) -> int:
+        return self.feedforward or 4 * self.width
+
+    def fields(self) -> dict[str, int]:
+        """The config fields of a stack of this size; a gated MLP has three matrices, not two."""
+        gated = 32 * round(self.wide / 48)
+        return {
+            "hidden_size": self.width,
+            "intermediate_size": gated,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+        }
+
     def __str__(self) -> str:
         return f"{self.layers} layers of width {self.width}, {self.heads} heads"
 

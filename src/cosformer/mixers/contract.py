@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ..ops.checks import check_tensors
+from ..ops.fades import grouped, masked
 from ..ops.shard import Shard
 from .keys import Keys, extend
 
@@ -145,10 +146,6 @@ class Mixer(nn.Module):
         q, k, v = self._source(q, memory, offset)
         return self.mix(q, k, v, x=None, causal=False, key_mask=memory.key_mask)
 
-    def state_size(self) -> int | None:
-        """How many numbers a stream keeps per row after `max_length` tokens (E = D); None if it has none."""
-        return None
-
     # What a mechanism defines
 
     def mix(self, q: Tensor, k: Tensor, v: Tensor, *, x, causal: bool, key_mask: Tensor | None) -> Tensor:
@@ -226,10 +223,9 @@ class Mixer(nn.Module):
     def _prepare(
         self, q, k, v, key_mask, *, offset: int, source: bool = False
     ) -> tuple[Tensor, Tensor, Tensor]:
-        if key_mask is not None:  # a selection, not a product: NaN in a masked key must not survive
-            k, v = (t.masked_fill(~key_mask[:, None, :, None], 0) for t in (k, v))
-        if k.shape[1] != self.heads and not (self.grouped and self.positions is None):
-            k, v = (t.repeat_interleave(self.heads // t.shape[1], 1) for t in (k, v))
+        k, v = masked(k, key_mask), masked(v, key_mask)
+        if not (self.grouped and self.positions is None):
+            k, v = grouped(k, self.heads), grouped(v, self.heads)
         if self.positions is not None:
             q, k = self.positions(q, k, offset=offset, key_offset=0 if source else offset)
         return q, k, v

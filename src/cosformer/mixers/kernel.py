@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ..decay import Decay, DecaySpec, span_of
 from ..ops.checks import Horizon, check_eps, horizon_list
+from ..ops.fades import masked
 from ..ops.linear import linear_attention, linear_read, linear_state, linear_stream
 from ..ops.operator import check_backend
 from ..ops.parallel import linear_sharded
@@ -43,7 +44,6 @@ class Kernel(Mixer):
     grouped = True
     relu = False  # ReLU inside the core, where it is free
     signed = False  # weights of both signs
-    features_per_size = 1  # features of phi per number of x
     eps = 1e-6
     backend: str | None = None
     own_horizon = False  # each call's horizon follows from its lengths
@@ -87,8 +87,7 @@ class Kernel(Mixer):
             raise ValueError(f"mixer {self.name!r} cannot absorb a source: {OWN_HORIZON}")
         if self.positions is not None or self.rates(None, None) is not None:
             return super().absorb(k, v, key_mask=key_mask)  # what a key adds depends on the query
-        if key_mask is not None:
-            k, v = (t.masked_fill(~key_mask[:, None, :, None], 0) for t in (k, v))
+        k, v = masked(k, key_mask), masked(v, key_mask)
         options: dict[str, Any] = {"relu": self.relu, "backend": self.backend}
         options["horizon"] = self.horizon_of(self.max_length)
         return linear_state(self.phi(k), v, heads=self.heads, key_mask=key_mask, **options)
@@ -101,12 +100,6 @@ class Kernel(Mixer):
         options = {"relu": self.relu, "signed": self.signed, "eps": self.eps, "backend": self.backend}
         options["horizon"] = self.horizon_of(self.max_length)
         return linear_read(self.phi(q), memory, q_offset=offset, **options)
-
-    def state_size(self):
-        if self.own_horizon:
-            return None
-        cosine = 1 if horizon_list(self.horizon_of(self.max_length), self.heads)[0] == math.inf else 2
-        return self.heads * self.head_dim * self.features_per_size * cosine * (self.head_dim + 1)
 
     def _options(self, length: int, v: Tensor, x: Tensor | None, key_mask: Tensor | None) -> dict[str, Any]:
         """The core's arguments; for the one-hot values of `weights` any backend may run."""
@@ -151,7 +144,6 @@ class Cosformer(Kernel):
         check_eps(eps)
         check_backend(backend)
         self.eps, self.backend, self.both_signs = eps, backend, both_signs
-        self.features_per_size = 2 if both_signs else 1
         self.horizon = _horizon(horizon, self)
         horizons = self.horizon or ()
         self.reach = min(horizons, default=math.inf)

@@ -103,9 +103,6 @@ class Performer(Mixer):
         out, after = linear_stream(self._queries(q), k, v.to(k.dtype), before, **options)
         return out.to(v.dtype), Shifted(after, shift)
 
-    def state_size(self):
-        return self.heads * (len(self.projection) * (self.head_dim + 1) + 1)
-
     def _queries(self, q: Tensor) -> Tensor:
         e = self.exponents(q)
         return torch.exp(e - e.detach().amax(-1, keepdim=True))
@@ -190,9 +187,6 @@ class RandomFeatureAttention(Mixer):
         options = {"signed": True, "key_mask": key_mask, "decay": rates}
         out, state = linear_stream(self.phi(q), k, v.to(k.dtype), state, **options)
         return out.to(v.dtype), state
-
-    def state_size(self):
-        return self.heads * 2 * len(self.projection) * (self.head_dim + 1)
 
     def _gated(self, k: Tensor) -> tuple[Tensor, Tensor | None]:
         phi = self.phi(k)

@@ -68,6 +68,3 @@ class Softmax(Mixer):
             again: Any = {"use_reentrant": False, "preserve_rng_state": False}
             out = torch.cat([checkpoint(read, *block, **again) for block in blocks], 2)
         return out, extend(None, k, v, mask) if causal else None
-
-    def state_size(self):
-        return self.heads * self.max_length * 2 * self.head_dim

@@ -71,9 +71,6 @@ class Local(Mixer):
         near = (keys.at >= keys.position - self.window) | (keys.at < self.globals)
         return out.to(q.dtype), keys.keep(near.nonzero().squeeze(1))
 
-    def state_size(self):
-        return self.heads * min(self.max_length, self.window + self.globals) * 2 * self.head_dim
-
 
 @register("sparse")
 class Sparse(Mixer):

@@ -292,7 +292,8 @@ def _backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> RunBackw
     unseen = call.q_offset + L if call.causal and S > call.q_offset + L else None  # keys that no query sees
     dtype, summed = x.q.dtype, x.q.dtype != torch.float32
     per_position = x.decay is not None and x.decay.ndim == 3
-    rate_size = S if per_position else 1 if x.cu_seqlens is None else len(x.cu_seqlens) - 1
+    sequences = 1 if x.cu_seqlens is None else len(x.cu_seqlens) - 1
+    rate_size = S if per_position else sequences
     sums_shape = (B, H, max(call.q_offset + L, S))
 
     def run(dout, dafter, q, k, v, decay, mask, state, out, norm_at, after_at, position, held=angles):

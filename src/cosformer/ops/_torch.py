@@ -52,6 +52,7 @@ from .call import (
     sum_dtype,
     theta,
 )
+from .fades import grouped, masked
 
 CHUNK = 128  # length of a span with pairs: long enough to keep GEMMs busy, short enough for quadratic cost
 STRIDE = 1024  # length of other spans: nothing is quadratic there, and longer ones save calls
@@ -206,10 +207,8 @@ class _Spans:
         return (self.key(s), self.value(s)) if s.keys else None
 
     def _masked(self, t: Tensor, s: _Span) -> Tensor:
-        t = t[:, :, s.lo : s.hi].to(self.dtype)
-        if self.x.key_mask is not None:  # a selection, not a product: NaN in a masked key must not survive
-            t = t.masked_fill(~self.x.key_mask[:, None, s.lo : s.hi, None], 0)
-        return t.repeat_interleave(self.H // self.Hk, 1) if self.H != self.Hk else t
+        mask = None if self.x.key_mask is None else self.x.key_mask[:, s.lo : s.hi]
+        return grouped(masked(t[:, :, s.lo : s.hi].to(self.dtype), mask), self.H)
 
     def phi(self, f: Tensor, s: _Span) -> Tensor:
         if self.turn is None:
@@ -299,7 +298,8 @@ class _Gradients(_Spans):
 
     def _toward(self, leftward: bool, f: Tensor, df: Tensor) -> Tensor | None:
         """The part of a reader's dA due to a state that comes from one side."""
-        return None if self.decay is None else (f * df).sum(-1) * (1 if leftward else -1)
+        sign = 1 if leftward else -1
+        return None if self.decay is None else sign * (f * df).sum(-1)
 
     def pairs(self, s: _Span) -> None:
         """The gradients from pairs of queries and keys within one span."""

@@ -61,6 +61,11 @@ def grouped(x: Tensor, heads: int) -> Tensor:
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
+def masked(x: Tensor, key_mask: Tensor | None) -> Tensor:
+    """Keys or values (B, H, S, .), 0 where masked: a selection, not a product, since NaN must not survive."""
+    return x if key_mask is None else x.masked_fill(~key_mask[:, None, :, None], 0)
+
+
 def faded_state(state: Tensor, fade: Tensor | None) -> Tensor:
     """A state (B, H, F, E + 1), faded across the segment that follows it."""
     return state if fade is None else state * fade[..., None, None]
@@ -69,7 +74,5 @@ def faded_state(state: Tensor, fade: Tensor | None) -> Tensor:
 def _times(x: Tensor, factor: Tensor | None, key_mask: Tensor | None) -> Tensor:
     if factor is None:
         return x
-    if key_mask is not None:  # a selection, not a product: NaN in a masked key must not survive
-        x = x.masked_fill(~key_mask[:, None, :, None], 0)
-    x = x.to(sum_dtype(x.dtype))  # half precision would lose small factors
+    x = masked(x, key_mask).to(sum_dtype(x.dtype))  # half precision would lose small factors
     return (x if factor.shape[1] == 1 else grouped(x, factor.shape[1])) * factor[..., None]

@@ -11,23 +11,21 @@ import math
 
 from torch import Tensor
 
-from .call import Call, Inputs
+from .call import Inputs
 from .checks import (
     Horizon,
     Rates,
     boundaries,
     check_causal,
-    check_eps,
     check_reach,
     check_state,
     check_tensors,
-    horizon_list,
     offset_of,
     rates_of,
     shown,
 )
 from .fades import fades, grouped
-from .operator import attend, autocast, check_backend
+from .operator import attend, autocast, call_of
 from .plan import find, make
 from .state import State, advance
 
@@ -63,16 +61,8 @@ def linear_attention(
     q, k, v = _checked(q, k, v, key_mask)
     check_causal(causal)
     q_offset = offset_of(q_offset)
-    call = Call(
-        tuple(horizon_list(horizon, q.shape[1])),
-        causal=bool(causal),
-        q_offset=q_offset,
-        relu=relu,
-        signed=signed,
-        eps=eps,
-        backend=backend,
-    )
-    _check_options(call)
+    chosen = {"causal": bool(causal), "q_offset": q_offset, "relu": relu, "signed": signed}
+    call = call_of(horizon, q, eps=eps, backend=backend, **chosen)
     L, S = q.shape[2], k.shape[2]
     if cu_seqlens is not None:
         cu_seqlens = boundaries(cu_seqlens, q, k, q_offset)
@@ -115,17 +105,8 @@ def linear_stream(
     L, S = q.shape[2], k.shape[2]
     if L != S:
         raise ValueError(f"q has length {L} and k has {S}; a stream takes as many queries as keys")
-    call = Call(
-        tuple(horizon_list(horizon, q.shape[1])),
-        causal=True,
-        position=position,
-        relu=relu,
-        signed=signed,
-        eps=eps,
-        keep_state=True,
-        backend=backend,
-    )
-    _check_options(call)
+    chosen = {"causal": True, "position": position, "relu": relu, "signed": signed, "keep_state": True}
+    call = call_of(horizon, q, eps=eps, backend=backend, **chosen)
     if state is not None:
         check_state(state.tensor, state.horizons, q, v, call)
     if L > 0:
@@ -157,9 +138,7 @@ def linear_state(
     """
     no_queries = k[:, :1, :0].expand(-1, heads, -1, -1)
     q, k, v = _checked(no_queries, k, v, key_mask)
-    horizons = tuple(horizon_list(horizon, heads))
-    call = Call(horizons, position=position, relu=relu, keep_state=True, backend=backend)
-    _check_options(call)
+    call = call_of(horizon, q, position=position, relu=relu, keep_state=True, backend=backend)
     end, fade = position + k.shape[2], None
     if decay is not None:
         rates = rates_of(decay, q, k, self_attention=True)
@@ -167,7 +146,7 @@ def linear_state(
         k, v, fade = left.ending(k, key_mask), grouped(v, heads), left.whole
     after = attend(Inputs(q.to(k.dtype), k, v.to(k.dtype), key_mask=key_mask), call).after
     assert after is not None, "a state was asked for"
-    return State(after, end, horizons, start=position, fade=fade)
+    return State(after, end, call.horizons, start=position, fade=fade)
 
 
 def linear_read(
@@ -184,9 +163,7 @@ def linear_read(
     """What queries at q_offset, q_offset + 1, ... read from a state: attention over all keys in it."""
     B, H, _, columns = state.tensor.shape
     q, k, v = _checked(q, q.new_empty(B, H, 0, q.shape[-1]), q.new_empty(B, H, 0, columns - 1), None)
-    horizons = tuple(horizon_list(horizon, H))
-    call = Call(horizons, position=q_offset, relu=relu, signed=signed, eps=eps, backend=backend)
-    _check_options(call)
+    call = call_of(horizon, q, position=q_offset, relu=relu, signed=signed, eps=eps, backend=backend)
     check_state(state.tensor, state.horizons, q, v, call)
     if q.shape[2] and state.position:
         check_reach(call.horizons, q_offset + q.shape[2] - 1, state.position - 1 - q_offset)
@@ -197,8 +174,3 @@ def _checked(q: Tensor, k: Tensor, v: Tensor, key_mask: Tensor | None) -> tuple[
     q, k, v = autocast(q, k, v)
     check_tensors(q, k, v, key_mask)
     return q, k, v
-
-
-def _check_options(call: Call) -> None:
-    check_backend(call.backend)
-    check_eps(call.eps)

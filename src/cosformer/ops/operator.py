@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 from itertools import islice
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from .call import DTYPES, Backend, Call, Grads, Inputs, Outputs, Upstream
-from .checks import check_boundaries, check_rates
+from .checks import Horizon, check_boundaries, check_eps, check_rates, horizon_list
 
 BACKENDS = ("native", "triton", "torch")  # best first
 
@@ -26,6 +27,13 @@ def check_backend(name: str | None) -> None:
         raise ValueError(
             f"backend {name!r} is unknown; one of {', '.join(map(repr, BACKENDS))}, or None for the best"
         )
+
+
+def call_of(horizon: Horizon, q: Tensor, *, eps: float = 1e-6, backend: str | None, **options: Any) -> Call:
+    """The options of a call with these queries, checked."""
+    check_backend(backend)
+    check_eps(eps)
+    return Call(tuple(horizon_list(horizon, q.shape[1])), eps=eps, backend=backend, **options)
 
 
 @cache

@@ -28,18 +28,9 @@ import torch
 from torch import Tensor
 
 from .call import Call, Grads, Inputs, Outputs, Upstream, exact_dtype, projected, running_sum, sum_dtype
-from .checks import (
-    Horizon,
-    Rates,
-    check_eps,
-    check_reach,
-    check_tensors,
-    horizon_list,
-    rates_of,
-    readable,
-)
+from .checks import Horizon, Rates, check_reach, check_tensors, rates_of, readable
 from .fades import Fades, faded_state, fades, grouped
-from .operator import attend, attend_backward, autocast, check_backend
+from .operator import attend, attend_backward, autocast, call_of
 from .shard import Shard
 from .state import State
 
@@ -70,27 +61,17 @@ def linear_sharded(
     L, S, here = q.shape[2], k.shape[2], shard.lengths[shard.rank]
     if not L == S == here:
         raise ValueError(f"q has length {L} and k has {S}; the shard says that this rank holds {here} tokens")
-    horizons = tuple(horizon_list(horizon, q.shape[1]))
-    call = Call(
-        horizons,
-        causal=causal,
-        position=shard.offset,
-        relu=relu,
-        signed=signed,
-        eps=eps,
-        backend=backend,
-    )
-    check_backend(backend)
-    check_eps(eps)
+    chosen = {"causal": causal, "position": shard.offset, "relu": relu, "signed": signed}
+    call = call_of(horizon, q, eps=eps, backend=backend, **chosen)
     farthest = shard.total - 1
     if shard.places is not None:  # the largest place is the longest distance
         farthest = int(shard.places.max()) if L and readable(shard.places) else 0
-    check_reach(horizons, farthest, 0 if causal else farthest)
+    check_reach(call.horizons, farthest, 0 if causal else farthest)
     rates = None if decay is None else rates_of(decay, q, k, self_attention=True)
     if signed:  # sums of both signs may cancel, so parts must not be rounded before they are added
         q, k, v = (t.to(sum_dtype(t.dtype)) for t in (q, k, v))
     out, after = _Sharded.apply(q, k, v, rates, key_mask, shard, call)
-    return out, State(after, shard.total, horizons) if causal else None
+    return out, State(after, shard.total, call.horizons) if causal else None
 
 
 class _Way(Enum):

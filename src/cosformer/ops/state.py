@@ -119,27 +119,6 @@ class State:
             keep -= k.shape[2]
         return state
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """Tensors for safetensors, without the snapshot; `State.from_state_dict` reads them back."""
-        saved = {"tensor": self.tensor, "position": torch.tensor(self.position)}
-        if self.horizons is not None:
-            saved["horizons"] = torch.tensor(self.horizons, dtype=torch.float64)
-        if self.start:
-            saved["start"] = torch.tensor(self.start)
-        if self.fade is not None:
-            saved["fade"] = self.fade
-        return saved
-
-    @classmethod
-    def from_state_dict(cls, saved: dict[str, Tensor]) -> "State":
-        if missing := [name for name in ("tensor", "position") if name not in saved]:
-            told = f"from_state_dict: saved has no {missing[0]!r}, which state_dict() gives"
-            raise ValueError(f"{told}; it has {', '.join(map(repr, saved)) or 'nothing'}")
-        horizons = saved.get("horizons")
-        known = None if horizons is None else tuple(horizons.tolist())
-        start = int(saved.get("start", 0))
-        return cls(saved["tensor"], int(saved["position"]), known, start=start, fade=saved.get("fade"))
-
     def _map(self, change: Callable[[Tensor], Tensor], *, rows: bool = False) -> "State":
         origin = None if self.origin is None else replace(self.origin, tensor=change(self.origin.tensor))
         trail = tuple(seen.map(change, rows=rows) for seen in self.trail)

@@ -224,7 +224,7 @@ def _packed_ends(e: Ends) -> bytes:
 
 
 def _packed_kept(b: Block, tensors: tuple[Tensor, ...]) -> bytes:
-    states, last = tensors[: 1 + b.softmax], (*tensors[1 + b.softmax :], None, None, None)[:3]
+    states, last = tensors[: 1 + b.softmax], tensors[1 + b.softmax :] or (None, None, None)
     state = 0 if b.softmax else states[0].data_ptr()
     keys = (*map(Tensor.data_ptr, states), states[0].stride(1) // b.size) if b.softmax else (0, 0, 0)
     return _native.KEPT.pack(state, *map(_at, last), *keys)

@@ -1,7 +1,7 @@
 """Text to a class: `classify` for one's own table; Long-Range Arena's `text` (IMDB) and `retrieval` (AAN)."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from .contract import SPLITS, DataError, Published, Special, Task, listed, shown
+from .contract import SPLITS, DataError, Special, Task, listed, shown
 from .generated import reviews
 from .metrics import class_choice, class_metrics, majority, scoring_fields
 from .published import PUBLISHED
@@ -75,7 +75,7 @@ def _task(
     label: str | None = None,
     labels: Sequence[str] | None = None,
     towers: bool = False,
-    published: Published | None = None,
+    published: Mapping[str, int] | None = None,
 ) -> Task:
     if length is not None and length < 8:
         raise ValueError(f"length must be at least 8; got {length}")

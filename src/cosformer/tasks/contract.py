@@ -48,16 +48,6 @@ class Special:
     names = ("<pad>", "<s>", "</s>", "<sep>", "<mask>")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Published:
-    """The model sizes a benchmark was published with, the same for every mixer."""
-
-    layers: int
-    width: int
-    heads: int
-    feedforward: int
-
-
 class Rows(Dataset[dict[str, Any]]):
     """A map-style data set with `__len__`, which torch's Dataset does not promise."""
 
@@ -132,7 +122,7 @@ class Task:
     labels: tuple[str, ...] = ()  # classification only: class names, in order of id
     special: Special = Special()
     tokenizer: Any = None  # Hugging Face's, to be saved beside the model; None where the input is not text
-    published: Published | None = None
+    published: Mapping[str, int] | None = None  # a benchmark's model: layers, width, heads, feedforward
     settings: Mapping[str, Any] = field(default_factory=dict)  # all the data depends on, JSON-serialisable
     fingerprint: str  # hash of the content read (and its vocabulary), or of how it is made; not of paths
     majority: float | None = None  # classification only: the share of the test set's most frequent class

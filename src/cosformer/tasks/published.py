@@ -10,16 +10,16 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from .cache import hashed
-from .contract import Collate, Published, Special, Task
+from .contract import Collate, Special, Task
 from .metrics import class_choice, class_metrics, majority, scoring_fields
 from .table import stored
 
 PUBLISHED = {
-    "listops": Published(layers=4, width=512, heads=8, feedforward=1024),
-    "text": Published(layers=4, width=256, heads=4, feedforward=1024),
-    "retrieval": Published(layers=4, width=128, heads=4, feedforward=512),
-    "image": Published(layers=1, width=128, heads=8, feedforward=128),
-    "pathfinder": Published(layers=4, width=32, heads=4, feedforward=32),
+    "listops": {"layers": 4, "width": 512, "heads": 8, "feedforward": 1024},
+    "text": {"layers": 4, "width": 256, "heads": 4, "feedforward": 1024},
+    "retrieval": {"layers": 4, "width": 128, "heads": 4, "feedforward": 512},
+    "image": {"layers": 1, "width": 128, "heads": 8, "feedforward": 128},
+    "pathfinder": {"layers": 4, "width": 32, "heads": 4, "feedforward": 32},
 }
 
 

@@ -21,10 +21,9 @@ FEWEST, MOST = 512, 8192  # entries
 
 def byte_characters() -> list[str]:
     """The printable character byte-level tokenizers write for each byte (GPT-2's table)."""
-    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [byte for byte in range(BYTES) if byte not in set(shown)]
-    table = {byte: chr(byte) for byte in shown} | {byte: chr(BYTES + n) for n, byte in enumerate(hidden)}
-    return [table[byte] for byte in range(BYTES)]
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    return [character for _, character in sorted(bytes_to_unicode().items())]
 
 
 class Encoder:

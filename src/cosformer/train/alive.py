@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 BEAT = 1.0  # seconds between signs of life
 LOST = 5.0  # seconds without one
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # of Ctrl-C; of clusters
 COMMUNICATION_ERRORS = ("gloo", "NCCL", "Connection", "ProcessGroup", "Timed out", "TCPStore")  # their words
 
 
@@ -42,7 +43,7 @@ def watched() -> Iterator[None]:
         text = str(error)
         if not any(word in text for word in COMMUNICATION_ERRORS):
             raise
-        with undisturbed():
+        with signalled(signal.SIG_IGN):  # torchrun ends the others once one dies, but they must name it
             lost, message = blame(store)
         message = f"{message} ({text.splitlines()[0][:200]})"
         first = dist.get_rank() == min(set(range(dist.get_world_size())) - {*lost} | {dist.get_rank()})
@@ -65,12 +66,12 @@ def beat(store: dist.Store, rank: int, done: threading.Event) -> None:
 
 
 @contextmanager
-def undisturbed() -> Iterator[None]:
-    """Ignores SIGINT and SIGTERM: once a process dies torchrun ends the others, but they must name it."""
+def signalled(handler: Any) -> Iterator[None]:
+    """Within it the signals that ask a process to stop go to this handler."""
     if threading.current_thread() is not threading.main_thread():  # only there can signal handlers be set
         yield
         return
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, handler) for number in SIGNALS}
     try:
         yield
     finally:

@@ -14,6 +14,7 @@ from accelerate import PartialState
 from transformers import HfArgumentParser, Seq2SeqTrainingArguments
 
 from .. import mixers, tasks
+from ..hf import CosformerConfig
 from . import models
 from .alive import Lost
 from .build import evaluate
@@ -93,7 +94,7 @@ def training_parser(prog: str, description: str) -> argparse.ArgumentParser:
         help="softmax (default), chunked: the same in less memory, or one-vs-each: a bound whose"
         " cost does not grow with the vocabulary")
     add("--loss-samples", dest="model.loss_samples", type=int, metavar="N",
-        help="classes one-vs-each draws (default: 256)")
+        help=f"classes one-vs-each draws (default: {CosformerConfig.loss_samples})")
     add("--eval-examples", type=int, metavar="N",
         help="validate on this many examples while training (default: for less than a tenth of the time)")
     add("--resume", action="store_true",

@@ -28,10 +28,10 @@ def size_of(name: str, task: Task) -> Size:
     """A preset, or "published": the sizes the task was published with."""
     if name in SIZES:
         return SIZES[name]
-    if name != "published" or (p := task.published) is None:
+    if name != "published" or task.published is None:
         known = f"one of {', '.join(SIZES)}, or published for Long-Range Arena tasks"
         raise ValueError(f"size is {name!r}; task {task.name!r} takes {known}")
-    return Size(p.layers, p.width, p.heads, p.feedforward)
+    return Size(**task.published)
 
 
 def config_of(
@@ -48,7 +48,6 @@ def config_of(
         own = label_fields(task) | (fields or {})
         return CLASSES[task.kind].config_class.from_pretrained(start, local_files_only=True, **own)
     shape, special = size_of(size, task), task.special
-    wide = shape.feedforward or 4 * shape.width
     spread = max(0.02, 0.8 / math.sqrt(shape.width))  # with 0.02 small models barely start
     known: dict[str, Any] = {"mixer": mixer, "vocab_size": task.vocab_size, **label_fields(task)}
     known |= {"pad_token_id": special.pad, "bos_token_id": special.bos, "eos_token_id": special.eos}
@@ -56,14 +55,11 @@ def config_of(
         known |= {"d_model": shape.width, "dropout": 0.0, "init_std": spread}
         for part in ("encoder", "decoder"):
             known |= {f"{part}_layers": shape.layers, f"{part}_attention_heads": shape.heads}
-            known[f"{part}_ffn_dim"] = wide
+            known[f"{part}_ffn_dim"] = shape.wide
         known |= {"decoder_start_token_id": special.bos, "forced_eos_token_id": None}
         known["max_position_embeddings"] = max(task.max_length, task.max_target_length or 0)
     else:
-        known |= {"hidden_size": shape.width, "num_hidden_layers": shape.layers}
-        known |= {"num_attention_heads": shape.heads, "initializer_range": spread}
-        known["intermediate_size"] = 32 * round(2 * wide / 3 / 32)  # a gated MLP has three matrices, not two
-        known["max_position_embeddings"] = task.max_length
+        known |= {**shape.fields(), "initializer_range": spread, "max_position_embeddings": task.max_length}
     return CLASSES[task.kind].config_class(**{**known, **(fields or {})})
 
 

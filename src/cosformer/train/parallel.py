@@ -16,7 +16,7 @@ from accelerate.parallelism_config import ParallelismConfig
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from ..hf.parallel import parts, refuse_sizes, share
+from ..hf.parallel import refuse_sizes, share
 from ..tasks.contract import IGNORE
 from ..tasks.metrics import TokenScores
 from .settings import SettingsError
@@ -104,7 +104,7 @@ class Part:
         return {name: self.cut(t) if t.ndim > 1 else t for name, t in batch.items()}
 
     def cut(self, x: Tensor) -> Tensor:
-        return x.split(parts(x.shape[1], self.processes), 1)[self.rank].contiguous()
+        return x.tensor_split(self.processes, 1)[self.rank].contiguous()
 
 
 def summed(scores: TokenScores, group: Any) -> Callable[[Any, Tensor], Tensor]:

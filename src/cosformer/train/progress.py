@@ -184,23 +184,11 @@ def clock(seconds: float) -> str:
 
 
 class Interrupt(TrainerCallback):
-    """Ctrl-C, or SIGTERM as clusters send it: finish the step, save, stop. A second Ctrl-C stops at once."""
-
-    signals = (signal.SIGINT, signal.SIGTERM)
+    """A signal: finish the step, save, stop. A second Ctrl-C stops at once."""
 
     def __init__(self):
         self.asked: str | None = None
         self.trained = False
-        self.before: dict[signal.Signals, Any] = {}
-
-    def __enter__(self):
-        if threading.current_thread() is threading.main_thread():  # only there can signal handlers be set
-            self.before = {number: signal.signal(number, self.ask) for number in self.signals}
-        return self
-
-    def __exit__(self, *_):
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
 
     def ask(self, number, frame):
         under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # it forwards what every process already got

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel, TrainerCallback
 from .. import tasks
 from ..seal import damage, files, is_sealed, seal, unseal, write
 from . import models
-from .alive import Lost, watched
+from .alive import Lost, signalled, watched
 from .build import build_model, build_task, build_trainer, final_examples, refused, scores
 from .checkpoints import newest_whole, put_aside
 from .progress import Bar, Interrupt, Metrics, say
@@ -119,7 +119,8 @@ def pretrain(run: Run, task: tasks.Task, *, watch: TrainerCallback | None) -> st
 def stage(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallback | None) -> dict[str, Any]:
     """Train from `start`, or from the last checkpoint, to the end; score, save, and return the result."""
     out, began = Path(run.out), time.perf_counter()
-    with Interrupt() as interrupt:
+    interrupt = Interrupt()
+    with signalled(interrupt.ask):
         model = build_model(run, task, start=start)
         metrics = Metrics(out / "metrics.jsonl")
         trainer = build_trainer(run, task, model, [interrupt, metrics])

@@ -17,6 +17,7 @@ from typing import Any
 from transformers import Seq2SeqTrainingArguments
 
 from .. import mixers, tasks
+from ..hf.configuration import wanted
 from ..seal import write
 from . import models
 
@@ -99,14 +100,9 @@ class Run:
 
 
 def check_type(name: str, value: Any, kind: Any) -> None:
-    """Refuse a string for a number, and the like; only plain types are checked."""
-    kinds = typing.get_args(kind) or (kind,)
-    if not all(k in (int, float, bool, str, type(None)) for k in kinds):
-        return
-    accepted = {*kinds, int} if float in kinds else {*kinds}
-    if type(value) not in accepted:
-        names = " or ".join(sorted(k.__name__ for k in kinds if k is not type(None)))
-        raise SettingsError(f"{name} is {value!r}; it must be {names}")
+    """Refuse a string for a number, and the like."""
+    if asked := wanted(value, kind):
+        raise SettingsError(f"{name} is {value!r}; it must be {asked}")
 
 
 def check_training(table: dict[str, Any]) -> None:

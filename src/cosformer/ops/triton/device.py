@@ -38,7 +38,9 @@ def has_tf32(device: torch.device) -> bool:
 def bits(dtype: torch.dtype, device: torch.device) -> int:
     """The bits of a matrix product's operand, as the table of block sizes counts them."""
     rounded, _, precision = arithmetic(dtype, device)
-    return 16 if rounded is tl.bfloat16 else 19 if precision == "tf32" else 32
+    if rounded is tl.bfloat16:
+        return 16
+    return 19 if precision == "tf32" else 32
 
 
 def blocks(D: int, E: int, dtype: torch.dtype, device: torch.device) -> Blocks:

@@ -90,7 +90,7 @@ class _Run:
         if x.cu_seqlens is not None:
             self.packed = packed(tuple(x.cu_seqlens.tolist()), C, self.fitting, self.device)
 
-        rated = None if x.decay is None else ("head", "position")[x.decay.ndim == 3]
+        rated = None if x.decay is None else {1: "head", 3: "position"}[x.decay.ndim]
         self.options = Options(D, E, C, call.relu, call.cosine, rated, call.signed, *arithmetic)
         angles = theta(call.horizons * (self.H // len(call.horizons)), self.device) if call.cosine else None
         lasting(self.device, angles)
