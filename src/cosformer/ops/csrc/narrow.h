@@ -14,8 +14,6 @@
 namespace {
 
 #if defined(__AVX512BF16__)
-constexpr bool NARROW = true;
-
 // Two successive steps of an operand, the earlier one in the lower half: one instruction adds both products to a float.
 struct Two { uint32_t bits; };
 
@@ -48,46 +46,47 @@ inline void pair_rows(int64_t rows, int64_t columns, const float *from, int64_t 
             _mm512_storeu_si512(to + t / 2 * ld_to + c, _mm512_permutexvar_epi16(zip, rounded(next, _mm512_loadu_ps(p))));
         }
 }
-#else
-constexpr bool NARROW = false;
-struct Two { uint32_t bits; };
-#endif
 
-// Products of up to `most_m` rows and `most_steps` steps, of floats or rounded.
+// The product of a call: its tensors, and so its operands, are rounded or they are not.
 class Product {
   public:
-    explicit Product(bool narrow) : narrow_(NARROW && narrow) {}
+    explicit Product(bool narrow) : narrow_(narrow) {}
 
-    void reserve(Scratch &scratch, int64_t most_m, int64_t most_steps) {
+    // Memory for the rounded operands of up to so many rows and steps.
+    void reserve(Scratch &scratch, int64_t rows, int64_t steps) {
         if (!narrow_) return;
-        scratch.take(left_, std::max(most_m * ld_of(most_steps), (most_steps + 1) / 2 * padded(most_m)));
-        scratch.take(right_, (most_steps + 1) / 2 * COLS);
+        scratch.take(left_, std::max(rows * ld_of(steps), (steps + 1) / 2 * padded(rows)));
+        scratch.take(right_, (steps + 1) / 2 * COLS);
     }
 
     // As in gemm.h.
     template <Layout A, class Done, class Between>
     void gemm(int64_t m, int64_t n, int64_t steps, const float *a, int64_t lda, const float *b, int64_t ldb, const Done &done,
               Between &between) const {
-#if defined(__AVX512BF16__)
-        if (narrow_) {
-            const int64_t ld = A == Plain ? ld_of(steps) : padded(m);
-            if (A == Plain) pair_columns(m, steps, a, lda, left_, ld);
-            else pair_rows(steps, m, a, lda, left_, ld);
-            for (int64_t j = 0; j < n; j += COLS) {
-                pair_rows(steps, COLS, b + j, ldb, right_, COLS);
-                strip<A>(m, (steps + 1) / 2, left_, ld, right_, COLS, done.at(0, j), between);
-            }
-            return;
+        if (!narrow_) return ::gemm<A>(m, n, steps, a, lda, b, ldb, done, between);
+        const int64_t ld = A == Plain ? ld_of(steps) : padded(m);
+        if (A == Plain) pair_columns(m, steps, a, lda, left_, ld);
+        else pair_rows(steps, m, a, lda, left_, ld);
+        for (int64_t j = 0; j < n; j += COLS) {
+            pair_rows(steps, COLS, b + j, ldb, right_, COLS);
+            strip<A>(m, (steps + 1) / 2, left_, ld, right_, COLS, done.at(0, j), between);
         }
-#endif
-        ::gemm<A>(m, n, steps, a, lda, b, ldb, done, between);
     }
 
   private:
     const bool narrow_;
-    Two *left_, *right_;
+    Two *left_ = nullptr, *right_ = nullptr;
 
     static int64_t ld_of(int64_t steps) { return padded((steps + 1) / 2); }
 };
+#else
+class Product {
+  public:
+    explicit Product(bool) {}
+    void reserve(Scratch &, int64_t, int64_t) {}
+    template <Layout A, class... Args>
+    void gemm(Args &&...args) const { ::gemm<A>(args...); }
+};
+#endif
 
 }  // namespace
