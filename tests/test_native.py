@@ -145,6 +145,57 @@ def test_every_instruction_set(isa):
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.parametrize(("D", "E", "L"), [(17, 31, 75), (33, 16, 97), (64, 65, 301)])
+@pytest.mark.parametrize("decay", [None, "position"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_odd_sizes_in_bfloat16(threads, D, E, L, decay, causal):
+    """Products may take two steps at a time. The last one may stand alone, beside memory that holds anything:
+    here what a larger call of NaNs left there. The inputs are strided."""
+    threads(1)
+    options = {"causal": causal, "horizon": 400}
+    x = torch.full((1, 1, 400, 256), math.nan, dtype=torch.bfloat16).requires_grad_()
+    cosformer_attention(x, x, x, backend="native", decay=rates(decay, 1, 1, 400), **options).sum().backward()
+    q, k, v = inputs(L=L, S=L, D=2 * D, E=2 * E, dtype=torch.bfloat16)
+    q, k, v = (t[..., ::2].transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v[..., :-1]))
+    q = q.repeat_interleave(2, -1)[..., ::2]
+    judge(on("native"), q, k, v, decay=rates(decay, 2, 4, L), **options)
+
+
+SUMS = """
+import torch
+from cosformer.ops import linear_attention
+torch.set_num_threads(1)
+for dtype, size, signed in (
+    (torch.float32, 64, False), (torch.float16, 64, False),  # never rounded
+    (torch.bfloat16, 64, True), (torch.bfloat16, 15, False),  # not here either
+    (torch.bfloat16, 64, False),
+):
+    x = torch.randn(1, 1, 300, size, generator=torch.Generator().manual_seed(0)).abs().to(dtype)
+    x.requires_grad_()
+    for causal in (False, True):
+        out = linear_attention(x, x, x, signed=signed, causal=causal, backend="native")
+        (grad,) = torch.autograd.grad(out.float().pow(2).sum(), x)
+        print([t.double().mul(torch.arange(300.0)[:, None]).sum().item() for t in (out, grad)])
+"""
+
+
+def test_which_products_are_rounded():
+    """Only those of bfloat16 tensors, not under a signed normaliser, and not between very small vectors."""
+    if "avx512bf16" not in _native.usable():
+        pytest.skip("this CPU does not multiply bfloat16")
+    sums = [
+        subprocess.run(
+            [sys.executable, "-c", SUMS],
+            env={**os.environ, "COSFORMER_ISA": isa},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.splitlines()
+        for isa in ("avx512", "avx512bf16")
+    ]
+    assert [a == b for a, b in zip(*sums, strict=True)] == [True] * 8 + [False] * 2
+
+
 @pytest.fixture
 def unloaded(monkeypatch):
     """Makes the kernel load anew in the test, and again after it."""
@@ -219,8 +270,8 @@ def test_sanitizers(tmp_path, sanitizers):
 
 
 def fuzz(build: Path, sanitizers: str, seconds: int) -> None:
-    configure = ["cmake", "-S", str(ROOT), "-B", str(build), f"-DCOSFORMER_SANITIZE={sanitizers}"]
-    subprocess.run(configure, check=True, capture_output=True)
+    options = [f"-DCOSFORMER_SANITIZE={sanitizers}", f"-DCOSFORMER_FUZZED={_native.usable()[0]}"]
+    subprocess.run(["cmake", "-S", str(ROOT), "-B", str(build), *options], check=True, capture_output=True)
     subprocess.run(["cmake", "--build", str(build), "--target", "fuzz"], check=True, capture_output=True)
     environment = os.environ | {"TSAN_OPTIONS": "halt_on_error=1"}
     run = subprocess.run([str(build / "fuzz"), str(seconds)], capture_output=True, text=True, env=environment)

@@ -20,7 +20,7 @@ from .call import Backend, Call, Grads, Inputs, Outputs, Run, RunBackward, Upstr
 from .checks import check_rates
 from .memory import LARGE, leased
 
-ISAS = ("avx512", "avx2", "neon", "baseline")  # best first
+ISAS = ("avx512bf16", "avx512", "avx2", "neon", "baseline")  # best first
 
 DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _CALL = struct.Struct("=13qd6q5q24qq12q")  # struct cosformer_call

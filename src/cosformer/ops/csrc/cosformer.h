@@ -192,7 +192,7 @@ int cosformer_backward(const cosformer_call *call, const cosformer_grads *grads,
 /* Fresh memory, all of it about to be written: the system may use huge pages for it. */
 void cosformer_expect(void *data, int64_t bytes);
 
-/* Does this CPU run the instruction set ("baseline", "avx2", "avx512", "neon")? */
+/* Does this CPU run the instruction set ("baseline", "avx2", "avx512", "avx512bf16", "neon")? */
 int cosformer_cpu_supports(const char *isa);
 
 /* A hash of the sizes of the structs, so that a caller with other structs finds out at load time. */

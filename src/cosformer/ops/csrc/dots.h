@@ -11,20 +11,6 @@
 
 namespace {
 
-typedef uint16_t narrow __attribute__((vector_size(2 * W), aligned(2)));
-typedef uint32_t wide __attribute__((vector_size(4 * W)));
-
-inline vec load(const Bf16 *p) {  // spelled out where the compiler needs five instructions for the conversion
-#if defined(__AVX512F__)
-    const wide bits = reinterpret_cast<wide>(_mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p))));
-#elif defined(__AVX2__)
-    const wide bits = reinterpret_cast<wide>(_mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i *>(p))));
-#else
-    const wide bits = __builtin_convertvector(*reinterpret_cast<const narrow *>(p), wide);
-#endif
-    return reinterpret_cast<vec>(bits << 16);
-}
-
 typedef int8_t bytes __attribute__((vector_size(W), aligned(1)));
 
 inline vec load(const int8_t *p) {

@@ -26,6 +26,8 @@ typedef float loose_vec __attribute__((vector_size(4 * W), aligned(4)));  // the
 inline vec load(const float *p) { return *reinterpret_cast<const loose_vec *>(p); }
 inline void store(float *p, vec x) { *reinterpret_cast<loose_vec *>(p) = x; }
 
+inline vec plus(vec sum, float a, vec b) { return sum + a * b; }
+
 inline float sum(vec x) {
     float halves[W];
     store(halves, x);
@@ -102,8 +104,8 @@ struct Joined {
 
 // `count` tiles of R rows one below the other: a (count R x steps) * b (steps x COLS).  Not inlined: what the compiler inlines changes
 // with every product added elsewhere, and with it the time of the existing ones, by 5 to 10 %.
-template <int R, Layout A, class Done, class Between>
-__attribute__((noinline)) void tiles(int64_t count, int64_t steps, const float *a, int64_t lda, const float *b, int64_t ldb,
+template <int R, Layout A, class T, class Done, class Between>
+__attribute__((noinline)) void tiles(int64_t count, int64_t steps, const T *a, int64_t lda, const T *b, int64_t ldb,
                                      const Done &done, Between &between) {
     for (int64_t k = 0; k < count; k++, a += A == Plain ? R * lda : R) {
         between();
@@ -112,11 +114,11 @@ __attribute__((noinline)) void tiles(int64_t count, int64_t steps, const float *
         for (int r = 0; r < R; r++)
             for (int n = 0; n < VECS; n++) acc[r][n] = to.first(r, n);
         for (int64_t t = 0; t < steps; t++) {
-            vec bt[VECS];
+            decltype(load(b)) bt[VECS];
             for (int n = 0; n < VECS; n++) bt[n] = load(b + t * ldb + n * W);
             for (int r = 0; r < R; r++) {
-                float art = A == Plain ? a[r * lda + t] : a[t * lda + r];
-                for (int n = 0; n < VECS; n++) acc[r][n] += art * bt[n];
+                const T art = A == Plain ? a[r * lda + t] : a[t * lda + r];
+                for (int n = 0; n < VECS; n++) acc[r][n] = plus(acc[r][n], art, bt[n]);
             }
         }
         to.put(acc);
@@ -129,23 +131,27 @@ inline void tile_of(int64_t rows, Args &...args) {  // tiles<rows>, for a number
     else if constexpr (R > 1) tile_of<R - 1, A>(rows, args...);
 }
 
+// done's rows (m x COLS) = a (m x steps) * b (steps x COLS).
+template <Layout A, class T, class Done, class Between>
+void strip(int64_t m, int64_t steps, const T *a, int64_t lda, const T *b, int64_t ldb, const Done &done, Between &between) {
+    // A tile of few rows waits for its own additions, so the last two tiles share the remaining rows.
+    const int64_t whole = std::max<int64_t>(0, m % ROWS < 4 && m % ROWS ? m / ROWS - 1 : m / ROWS);
+    if (whole) tiles<ROWS, A>(whole, steps, a, lda, b, ldb, done, between);
+    for (int64_t i = whole * ROWS, rows; i < m; i += rows) {
+        rows = m - i > ROWS ? (m - i + 1) / 2 : m - i;
+        const T *below = a + (A == Plain ? i * lda : i);
+        const Done rest = done.at(i, 0);
+        tile_of<ROWS, A>(rows, steps, below, lda, b, ldb, rest, between);
+    }
+}
+
 // done's rows (m x n) = a (m x steps) * b (steps x n).  n is rounded up to COLS: every buffer is that wide, and what the spare columns of
 // b hold only reaches the spare columns of c.  Columns are the outer loop: a strip of b stays in L1 while a streams past.  between() is
 // called before every tile.
 template <Layout A, class Done, class Between>
 void gemm(int64_t m, int64_t n, int64_t steps, const float *a, int64_t lda, const float *b, int64_t ldb, const Done &done,
           Between &between) {
-    // A tile of few rows waits for its own additions, so the last two tiles share the remaining rows.
-    const int64_t whole = std::max<int64_t>(0, m % ROWS < 4 && m % ROWS ? m / ROWS - 1 : m / ROWS);
-    for (int64_t j = 0; j < n; j += COLS) {
-        if (whole) tiles<ROWS, A>(whole, steps, a, lda, b + j, ldb, done.at(0, j), between);
-        for (int64_t i = whole * ROWS, rows; i < m; i += rows) {
-            rows = m - i > ROWS ? (m - i + 1) / 2 : m - i;
-            const float *below = a + (A == Plain ? i * lda : i), *strip = b + j;
-            const Done rest = done.at(i, j);
-            tile_of<ROWS, A>(rows, steps, below, lda, strip, ldb, rest, between);
-        }
-    }
+    for (int64_t j = 0; j < n; j += COLS) strip<A>(m, steps, a, lda, b + j, ldb, done.at(0, j), between);
 }
 
 }  // namespace

@@ -50,6 +50,7 @@ EXPORT int cosformer_cpu_supports(const char *isa) {
     __builtin_cpu_init();
     if (!std::strcmp(isa, "avx2")) return has_avx2();  // every such CPU has F16C too
     if (!std::strcmp(isa, "avx512")) return has_avx512();
+    if (!std::strcmp(isa, "avx512bf16")) return has_avx512() && __builtin_cpu_supports("avx512bf16");
 #elif defined(__aarch64__)
     if (!std::strcmp(isa, "neon")) return 1;
 #endif

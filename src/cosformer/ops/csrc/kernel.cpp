@@ -29,6 +29,8 @@ Sequence sequence_of(const cosformer_call &call, const cosformer_grads *grads, i
     if (call.mask) s.mask = call.mask + b * call.mask_stride[0] + begin * s.mask_step;
     s.q = Rows(call.q, b, h, begin), s.k = Rows(call.k, b, kv, begin), s.v = Rows(call.v, b, kv, begin);
     s.out = Rows(call.out, b, h, begin);
+    // A normaliser of either sign may cancel to nearly nothing, and in short sums roundings do not average out.
+    s.narrow = call.q.dtype == COSFORMER_BF16 && !call.signed_norm && std::min(call.D, call.E) >= 16;
     s.norm = call.norm ? call.norm + head * call.L + begin : nullptr;
     s.state_in = Rows(call.state_in, b, h), s.state_out = Rows(call.state_out, b, h);
     if (!grads) return s;

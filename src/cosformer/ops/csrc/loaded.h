@@ -6,6 +6,7 @@
 
 #include "angles.h"
 #include "gemm.h"
+#include "narrow.h"
 #include "rows.h"
 #include "scratch.h"
 #include "sequence.h"
@@ -14,7 +15,7 @@ namespace {
 
 class Loaded {
   public:
-    explicit Loaded(const Sequence &sequence) : s(sequence), D(s.D), E(s.E), F(s.F), C(s.chunk()) {
+    explicit Loaded(const Sequence &sequence) : s(sequence), D(s.D), E(s.E), F(s.F), C(s.chunk()), product(s.narrow) {
         static thread_local Scratch scratch;
         scratch.reserve([&] {
             auto matrix = [&](float *&p, int64_t rows, int64_t ld) { scratch.take(p, rows * ld); };
@@ -30,6 +31,7 @@ class Loaded {
             for (float **p : {&read_by[0], &read_by[1], &push_by[0], &push_by[1], &row_sums}) matrix(*p, 1, ldC);
             matrix(by_distance, 1, 2 * ldC);
             for (double **p : {&angles.cosine, &angles.sine, &rates, &before, &after, &running}) scratch.take(*p, ldC);
+            product.reserve(scratch, std::max(C, E + 1), std::max({C, F, E + 1}));
         });
         const double rate = s.rate && !s.rate_per_position ? std::exp(-static_cast<double>(*s.rate)) : 1;
         std::fill_n(rates, C, rate);  // rates per position are filled in chunk by chunk
@@ -59,6 +61,7 @@ class Loaded {
     double *rates, *before, *after, *running;  // exp(-rate), and its products: see cosformer.h
     double total = 1;             // decay over the chunk
     int64_t ahead = 0;            // rows to the next chunk's
+    Product product;
     Soon soon{COLS > 16 ? 8 : 3};
 
     // Angles and decay factors of the chunk's positions.

@@ -20,14 +20,14 @@ class Pairs : protected Loaded {
         load_keys(c), load_queries(c);
         transpose(q, ldD, c.n, D, xt, ldC);
         for (int64_t i = 0; i < c.n; i += COLS) {
-            gemm<Plain>(c.n, COLS, D, k, ldD, xt + i, ldC, Added{scores, ldC}, soon);
+            product.gemm<Plain>(c.n, COLS, D, k, ldD, xt + i, ldC, Added{scores, ldC}, soon);
             vec sums[VECS] = {};
             for (int64_t j = 0; j < c.n; j++) {
                 keep(scores + j * ldC, weight(j, i), i, 0, c.n);
                 for (int n = 0; n < VECS; n++) sums[n] += load(scores + j * ldC + n * W);
             }
             for (int n = 0; n < VECS; n++) store(row_sums + i + n * W, sums[n]);
-            gemm<Transposed>(std::min<int64_t>(COLS, c.n - i), E, c.n, scores, ldC, v, ldE, Added{y + i * ldE, ldE}, soon);
+            product.gemm<Transposed>(std::min<int64_t>(COLS, c.n - i), E, c.n, scores, ldC, v, ldE, Added{y + i * ldE, ldE}, soon);
         }
         for (int64_t i = 0; i < c.n; i++) {
             if (s.norm) s.norm[i] = row_sums[i];
@@ -75,9 +75,9 @@ class Pairs : protected Loaded {
     void attend(const Chunk &c) {
         for (int64_t i = 0; i < c.n; i += COLS) {
             int64_t keys = s.causal ? std::min(c.n, i + COLS) : c.n;  // up to the strip's last query
-            gemm<Plain>(keys, COLS, D, k, ldD, xt + i, ldC, Added{scores, ldC}, soon);
+            product.gemm<Plain>(keys, COLS, D, k, ldD, xt + i, ldC, Added{scores, ldC}, soon);
             for (int64_t j = 0; j < keys; j++) keep(scores + j * ldC, weight(j, i), i, s.causal ? j : 0, c.n);
-            gemm<Transposed>(E + 1, COLS, keys, v, ldE, scores, ldC, Added{yt + i, ldC, 1}, soon);
+            product.gemm<Transposed>(E + 1, COLS, keys, v, ldE, scores, ldC, Added{yt + i, ldC, 1}, soon);
         }
     }
 
@@ -87,8 +87,8 @@ class Pairs : protected Loaded {
         transpose(v, ldE, c.n, E + 1, vt, ldC);
         for (int64_t j = 0; j < c.n; j += COLS) {
             int64_t first = s.causal ? j : 0;  // the first query that sees the strip
-            gemm<Plain>(c.n - first, COLS, D, q + first * ldD, ldD, xt + j, ldC, Added{scores + first * ldC + j, ldC}, soon);
-            gemm<Plain>(c.n - first, COLS, E + 1, dy + first * ldE, ldE, vt + j, ldC, Added{dscores + first * ldC + j, ldC}, soon);
+            product.gemm<Plain>(c.n - first, COLS, D, q + first * ldD, ldD, xt + j, ldC, Added{scores + first * ldC + j, ldC}, soon);
+            product.gemm<Plain>(c.n - first, COLS, E + 1, dy + first * ldE, ldE, vt + j, ldC, Added{dscores + first * ldC + j, ldC}, soon);
             double columns[COLS] = {};
             for (int64_t i = first; i < c.n; i++) {
                 int64_t at = i * ldC + j, end = s.causal ? i + 1 : c.n;
@@ -119,16 +119,16 @@ class Pairs : protected Loaded {
     void add_dq(const Chunk &c, bool pulled) {
         for (int64_t i = 0; i < c.n; i += COLS) {
             int64_t rows = std::min<int64_t>(COLS, c.n - i), keys = s.causal ? i + rows : c.n;
-            gemm<Plain>(rows, D, keys, dscores + i * ldC, ldC, k, ldD, Added{dx + i * ldD, ldD, pulled ? 1.f : 0.f}, soon);
+            product.gemm<Plain>(rows, D, keys, dscores + i * ldC, ldC, k, ldD, Added{dx + i * ldD, ldD, pulled ? 1.f : 0.f}, soon);
         }
     }
 
     void add_dk_dv(const Chunk &c, bool pulled) {
         for (int64_t j = 0; j < c.n; j += COLS) {
             int64_t rows = std::min<int64_t>(COLS, c.n - j), first = s.causal ? j : 0, queries = c.n - first;
-            gemm<Transposed>(rows, D, queries, dscores + first * ldC + j, ldC, q + first * ldD, ldD,
+            product.gemm<Transposed>(rows, D, queries, dscores + first * ldC + j, ldC, q + first * ldD, ldD,
                              Added{dx + j * ldD, ldD, pulled ? 1.f : 0.f}, soon);
-            gemm<Transposed>(E, COLS, queries, dy + first * ldE, ldE, scores + first * ldC + j, ldC, Added{yt + j, ldC, 1}, soon);
+            product.gemm<Transposed>(E, COLS, queries, dy + first * ldE, ldE, scores + first * ldC + j, ldC, Added{yt + j, ldC, 1}, soon);
         }
     }
 };

@@ -14,6 +14,7 @@ struct Sequence {
     int64_t D, E, parts, F;  // phi has `parts` = 2 (cosine, sine) or 1 pieces of D numbers, F together
     int64_t L, S, q_offset, position;
     bool causal, relu, signed_norm;
+    bool narrow;  // operands of products may be rounded to bfloat16 (narrow.h)
     float eps;
     double theta;
     const float *rate;  // NULL: no decay

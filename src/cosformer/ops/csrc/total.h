@@ -14,6 +14,7 @@
 
 #include "angles.h"
 #include "gemm.h"
+#include "narrow.h"
 #include "rows.h"
 #include "scratch.h"
 #include "sequence.h"
@@ -22,7 +23,7 @@ namespace {
 
 class Total {
   public:
-    explicit Total(const Sequence &sequence) : s(sequence), D(s.D), E(s.E), C(s.chunk()) {
+    explicit Total(const Sequence &sequence) : s(sequence), D(s.D), E(s.E), C(s.chunk()), product(s.narrow) {
         static thread_local Scratch scratch;
         scratch.reserve([&] {
             scratch.take(left, C * std::max(ldD, ldE));
@@ -33,6 +34,7 @@ class Total {
             for (float *&p : lost) if (s.is_long()) scratch.take(p, state_size());
             scratch.take(turned, D * ldR);
             scratch.take(angles.cosine, C), scratch.take(angles.sine, C);
+            product.reserve(scratch, std::max(C, E + 1), std::max({C, D, E + 1}));
         });
         angles.turn(s.theta, C);
     }
@@ -145,6 +147,7 @@ class Total {
     float *states[2], *lost[2] = {nullptr, nullptr};
     float *turned;                  // (D x E) transposed, its columns laid out like a state's
     Angles angles;
+    Product product;
     Soon soon{COLS > 16 ? 4 : 2};
 
     // The column of number d of part p, and how many such columns there are.
@@ -235,7 +238,7 @@ class Total {
             const int64_t width = std::min<int64_t>(WIDE, features - j);
             if (width > COLS) s.parts == 2 ? weigh<2, WIDE>(from, j / 2, n) : weigh<1, WIDE>(from, j, n);
             else s.parts == 2 ? weigh<2, COLS>(from, j / 2, n) : weigh<1, COLS>(from, j, n);
-            gemm<Transposed>(E + 1, width, n, left, ldE, strips, WIDE,
+            product.gemm<Transposed>(E + 1, width, n, left, ldE, strips, WIDE,
                              Added{state.at + j, ldF, state.empty ? 0.f : 1.f, state.lost ? state.lost + j : nullptr}, soon);
         }
         state.empty = false;
@@ -263,9 +266,9 @@ class Total {
             return;
         }
         const float *x = s.relu ? through.at : nullptr;
-        if (s.parts == 2) gemm<Plain>(n, columns(size), steps, left, ld, state, ld_state,
+        if (s.parts == 2) product.gemm<Plain>(n, columns(size), steps, left, ld, state, ld_state,
                                       Joined<2>{to.at, to.ld, {by[0], by[1]}, x, through.ld}, soon);
-        else gemm<Plain>(n, size, steps, left, ld, state, ld_state, Joined<1>{to.at, to.ld, {by[0], by[1]}, x, through.ld}, soon);
+        else product.gemm<Plain>(n, size, steps, left, ld, state, ld_state, Joined<1>{to.at, to.ld, {by[0], by[1]}, x, through.ld}, soon);
     }
 
     // Where a product goes: to the caller's rows, if they can be written a strip at a time, else to y, from which `put` copies it there.

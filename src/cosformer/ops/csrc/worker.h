@@ -86,7 +86,7 @@ class Worker : public Pairs {
         for (int64_t i = 0; i < n; i++)
             for (int64_t p = 0; p < s.parts; p++)  // in this order: a part's last vector may overlap the next part
                 for (int64_t d = 0; d < D; d += W) store(phi + i * ldF + p * D + d, push_by[p][i] * load(x + i * ldD + d));
-        gemm<Transposed>(E + 1, F, n, rows, ldE, phi, ldF,
+        product.gemm<Transposed>(E + 1, F, n, rows, ldE, phi, ldF,
                          Added{state.at, ldF, state.empty ? 0 : static_cast<float>(total), state.lost}, soon);
         state.empty = false;
     }
@@ -100,7 +100,7 @@ class Worker : public Pairs {
         for (int64_t p = 0; p < s.parts; p++)
             for (int64_t d = 0; d < D; d++)
                 for (int64_t i = 0; i < n; i += W) store(phit + (p * D + d) * ldC + i, load(read_by[p] + i) * load(xt + d * ldC + i));
-        gemm<Plain>(E + 1, n, F, state.at, ldF, phit, ldC, Added{yt, ldC}, soon);
+        product.gemm<Plain>(E + 1, n, F, state.at, ldF, phit, ldC, Added{yt, ldC}, soon);
     }
 
     // dx = gradient of f(x) from that of the rows read; x itself is for the decay's gradient.  False if there was nothing to pull.
@@ -109,7 +109,7 @@ class Worker : public Pairs {
             std::fill_n(dx, c.n * ldD, 0.f);
             return false;
         }
-        gemm<Plain>(c.n, F, E + 1, dyx, ldE, state.at, ldF, Added{dphi, ldF}, soon);
+        product.gemm<Plain>(c.n, F, E + 1, dyx, ldE, state.at, ldF, Added{dphi, ldF}, soon);
         for (int64_t i = 0; i < c.n; i++)
             for (int64_t d = 0; d < D; d += W) {
                 vec g = read_by[0][i] * load(dphi + i * ldF + d);
