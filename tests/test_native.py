@@ -84,6 +84,24 @@ def test_long_sums_keep_their_digits(threads, causal):
     assert ((out - exact).abs() / exact).max() < 1e-6
 
 
+@pytest.mark.parametrize("per_position", [False, True])
+def test_a_decay_of_long_sequences_in_bfloat16_keeps_its_gradient(per_position):
+    """It sums what nearly cancels, so any rounding between a pair's two sides would grow with the length."""
+    torch.manual_seed(0)
+    shape = 1, 1, 4096, 64
+    q, k, v, dout = (torch.randn(shape).bfloat16() for _ in range(4))
+    rate = torch.full(shape[:3] if per_position else (1,), 0.1)
+
+    def gradient(dtype):
+        leaf = rate.clone().requires_grad_()
+        tensors = (t.to(dtype) for t in (q, k, v))
+        out = cosformer_attention(*tensors, horizon=math.inf, causal=True, decay=leaf, backend="native")
+        return torch.autograd.grad(out, leaf, dout.to(dtype))[0]
+
+    exact = gradient(torch.float32)
+    assert (gradient(torch.bfloat16) - exact).norm() < 0.01 * exact.norm()
+
+
 def test_concurrent_calls(threads):
     threads(2)
     tensors = [inputs(B=1, H=3, Hk=3, L=100 + 37 * i, S=100 + 37 * i, D=8 + i) for i in range(8)]

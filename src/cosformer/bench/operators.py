@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import reference
 from ..ops import State, cosformer_attention, cosformer_stream
-from ..ops.operator import BACKENDS, backend_problem
+from ..ops.operator import BACKENDS, backend_problem, declared
 from ..results import Cost
 from .exactness import with_gradients
 from .measure import Say, Work, device_memories, in_turns, peak_memories
@@ -240,6 +240,11 @@ def gemm_works(dtype: str) -> dict[str, tuple[Work, float]]:
     return works
 
 
+def narrow(dtype: str) -> bool:
+    """Whether the native kernel multiplies this dtype as it is."""
+    return dtype == "bfloat16" and declared("native").info().get("instruction set") == "avx512bf16"
+
+
 def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
     """Check every operator against the definition, then measure all cases in turns; one row per case."""
     todo = cases(args)
@@ -250,7 +255,7 @@ def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
     judged = {kind(c): c for c in todo if c.mixer not in ("softmax", "fla") and c.work != "decoding"}
     errors = {key: check(case) for key, case in judged.items()}
     # A GPU multiplies half precision many times faster; a CPU may support it only in name.
-    compared = {dtype: "float32" if args.device == "cpu" else dtype for dtype in args.dtypes}
+    compared = {dtype: dtype if args.device != "cpu" or narrow(dtype) else "float32" for dtype in args.dtypes}
     products = {dtype: gemm_works(dtype) for dtype in set(compared.values())}
     works: dict = {case: prepare(case) for case in todo}
     for some in products.values():

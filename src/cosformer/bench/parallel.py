@@ -13,6 +13,7 @@ import os
 import statistics
 import tempfile
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import nullcontext
@@ -98,8 +99,16 @@ class Clock:
         return about | {"beside": math.fsum(message.beside for message in self.messages), "sent": self.sent}
 
 
-def work(rank: int, *, processes: int, length: int, size: Size, steps: int, store: Path) -> dict[str, Any]:
-    """What each process measures."""
+def work(rank: int, **case: Any) -> dict[str, Any]:
+    """What each process measures. One that fails ends: as long as it lived the others would wait for it."""
+    try:
+        return worked(rank, **case)
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+
+
+def worked(rank: int, *, processes: int, length: int, size: Size, steps: int, store: Path) -> dict[str, Any]:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=processes)
     group: Any = dist.group.WORLD

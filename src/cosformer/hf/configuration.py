@@ -7,7 +7,7 @@ import sys
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import NoneType
+from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -26,7 +26,7 @@ PLAIN = (bool, int, float, str, dict, NoneType)
 
 def wanted(value: Any, hint: Any) -> str | None:
     """What a field with this type hint accepts, if not the value; only plain types are looked at."""
-    kinds = typing.get_args(hint) or (hint,)
+    kinds = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
     if not all(kind in PLAIN for kind in kinds):
         return None
     accepted = (*kinds, int) if float in kinds else kinds

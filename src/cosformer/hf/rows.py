@@ -91,9 +91,9 @@ def check_places(position_ids: Tensor | None, attention_mask: Tensor) -> None:
     begins[:, 1:] &= ~keep[:, :-1]
     first = begins.cumsum(1) == 1  # after a gap in the mask `generate` counts on from the padding
     wrong = (keep & first & ~counted).any()
-    if torch.compiler.is_compiling():  # a graph cannot raise from Python
+    if torch.compiler.is_compiling() or not wrong.is_cpu:  # a graph cannot raise, reading from a device waits
         torch._assert_async(~wrong, MISPLACED.format(""))
-    elif wrong.is_cpu and bool(wrong):  # on a device, reading it would mean waiting
+    elif wrong:
         raise ValueError(_misplaced(position_ids))
 
 

@@ -39,6 +39,7 @@ Sequence sequence_of(const cosformer_call &call, const cosformer_grads *grads, i
     s.dq = Rows(grads->dq, b, h, begin), s.dk = Rows(grads->dk, b, h, begin), s.dv = Rows(grads->dv, b, h, begin);
     s.dstate_out = Rows(grads->dstate_out, b, h), s.dstate_in = Rows(grads->dstate_in, b, h);
     if (grads->dA) {
+        s.narrow = false;  // dA sums, over all positions, what nearly cancels: of a pair its query's part less its key's
         s.dA = grads->dA + head * std::max(call.q_offset + call.L, call.S) + begin;
         s.ddecay = grads->ddecay + (call.decay_per_position ? head * call.S + begin : head * std::max<int64_t>(call.sequences, 1) + n);
     }
