@@ -21,6 +21,7 @@ GROUPS = {  # of tasks, in page order
     "parts": "What parts of the model are worth",
     "toy": "Toy tasks",
 }
+FEW = 50  # steps: fewer, as a busy machine leaves time for, tell nothing of what a mixer learns
 TIE = 0.005  # relative: smaller differences tie, except between shares, whose errors are known
 
 
@@ -181,6 +182,8 @@ def verdict(e: Experiment) -> Verdict:
         return Verdict(e, mine, other, "not learned", NOTHING)
     if not other.learned:  # to beat a guess proves nothing; to lose against one does
         return Verdict(e, mine, other, "not compared", f"{name(other.mixer)} has not learned")
+    if e.row.steps < FEW:
+        return Verdict(e, mine, other, "not compared", f"{e.row.steps} steps are too few")
     a, b = mine.value.mean, other.value.mean
     higher = "higher" if a > b else "lower"
     difference = "equal" if a == b else f"{change(e.row.metric, b, a)} {higher}"
