@@ -40,6 +40,7 @@ def run(model, **given) -> torch.Tensor:
     ("fields", "names", "types"),
     [
         ({}, ["cosformer"] * 4, [LINEAR] * 4),
+        ({"num_hidden_layers": 0}, [], []),
         ({"mixer": "softmax+rope"}, ["softmax+rope"] * 4, [FULL] * 4),
         ({"mixer": "elu*3, softmax"}, ["elu", "elu", "elu", "softmax"], [LINEAR, LINEAR, LINEAR, FULL]),
         ({"mixer": "elu, local"}, ["elu", "local"] * 2, [LINEAR, WINDOW] * 2),
@@ -77,6 +78,92 @@ def test_another_choice_over_a_saved_one():
     )
 
 
+@headed
+def test_what_is_given_for_a_saved_model_is_checked_and_followed(kind, tmp_path):
+    """transformers sets such fields after a config's checks, and after what follows from them."""
+    toy_model(kind).save_pretrained(tmp_path)
+
+    def load(**fields):
+        return kind.from_pretrained(tmp_path, **fields)
+
+    bad = {
+        "mixer": (3, TypeError, "mixer must be str; got 3"),
+        "horizon": (0, ValueError, "horizon is 0; it must be greater than 0"),
+        "layer_types": (["bogus"] * 2, ValueError, "layer_types has 'bogus'"),
+        "sliding_window": ("x", TypeError, "sliding_window must be int or None; got 'x'"),
+    }
+    if kind.config_class is hf.CosformerSeq2SeqConfig:
+        bad["cross_horizon"] = (9, ValueError, "cross_horizon is 9, but cross_mixer None has none")
+    else:
+        bad["loss"] = ("hinge", ValueError, "loss is 'hinge' over 256 samples; one of")
+    if kind is hf.CosformerForMaskedLM:
+        bad["pooling"] = ("maximum", ValueError, "pooling is 'maximum'; one of 'first', 'mean'")
+    for name, (value, error, said) in bad.items():
+        with pytest.raises(error, match=said):
+            load(**{name: value})
+    assert load(mixer="elu").config.layer_mixers == ["elu"] * 2
+    types = {"layer_types": [LINEAR, WINDOW], "sliding_window": 3}
+    model = load(**types)
+    kept = [m for m in model.modules() if isinstance(m, Mixer) and m.name == "local"]
+    assert model.config.layer_types == [LINEAR, WINDOW] and {m.window for m in kept} == {2}
+    model.save_pretrained(tmp_path / "again")
+    assert torch.equal(run(kind.from_pretrained(tmp_path / "again")), run(model))
+
+
+@torch.no_grad()
+def test_fewer_layers_of_a_saved_hybrid_are_its_first(tmp_path):
+    model = toy_model(hf.CosformerModel, mixer="cosformer-hybrid", num_hidden_layers=4)
+    model.save_pretrained(tmp_path)
+    states = model(token_ids(), output_hidden_states=True).hidden_states
+    short = hf.CosformerModel.from_pretrained(tmp_path, num_hidden_layers=3)
+    assert short.config.layer_mixers == ["cosformer"] * 3
+    short.norm = torch.nn.Identity()
+    torch.testing.assert_close(short(token_ids()).last_hidden_state, states[3])
+
+
+def test_what_follows_from_a_saved_models_mixer_follows_another(tmp_path):
+    def saved(**fields):
+        config(**fields).save_pretrained(tmp_path)
+        return lambda **given: hf.CosformerConfig.from_pretrained(tmp_path, **given)
+
+    load = saved()
+    assert load(mixer="softmax").positions == "learned"
+    assert load(mixer="softmax", positions="none").positions == "none"
+    assert load(layer_mixers=["softmax"] * 4).mixer == "softmax, softmax, softmax, softmax"
+    with pytest.raises(ValueError, match="unknown mixer 'bogus'"):
+        load(layer_mixers=["bogus"] * 4)
+    load = saved(mixer="sparse")
+    assert not load().use_cache and load(mixer="cosformer").use_cache
+    load = saved(full_attention_interval=2)
+    assert load(full_attention_interval=4).layer_mixers == ["cosformer"] * 3 + ["softmax"]
+    assert load(layer_types=[LINEAR] * 4).layer_mixers == ["cosformer"] * 4
+    toy_config(hf.CosformerSeq2SeqModel, mixer="cosformer, softmax").save_pretrained(tmp_path)
+    other = hf.CosformerSeq2SeqConfig.from_pretrained(tmp_path, num_hidden_layers=4, decoder_layers=1)
+    assert (other.encoder_layers, other.layer_mixers) == (4, ["cosformer"])
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"mixer": "softmax+rope", "layer_types": [FULL, WINDOW] * 2}, ["softmax+rope", "local"] * 2),
+        ({"mixer": "local", "layer_types": [FULL, WINDOW] * 2}, ["softmax", "local"] * 2),
+        ({"mixer": "softmax+rope", "layer_types": [LINEAR, FULL] * 2}, None),
+        ({"mixer": "local", "layer_types": [LINEAR, WINDOW] * 2}, None),
+        ({"mixer": "elu, softmax", "layer_types": [FULL, LINEAR] * 2}, None),
+        ({"mixer": "cosformer-hybrid", "layer_types": [FULL] * 4}, None),
+        ({"mixer": "cosformer, softmax", "layer_types": [WINDOW] * 3}, None),
+        ({"full_attention_interval": 2, "layer_types": [FULL] * 4}, None),
+    ],
+    ids=str,
+)
+def test_layer_types_beside_a_mixer_are_followed_or_refused(fields, names):
+    if names is not None:
+        assert config(**fields).layer_mixers == names
+        return
+    with pytest.raises(ValueError, match=r"layer_types (has|is) .*mixer '.*' (it may name|has) "):
+        config(**fields)
+
+
 def test_the_encoder_decoder_has_three_kinds_of_layers():
     made = toy_config(
         hf.CosformerForConditionalGeneration,
@@ -94,6 +181,18 @@ def test_the_encoder_decoder_has_three_kinds_of_layers():
     given = toy_config(hf.CosformerForConditionalGeneration, cross_mixer="cosformer-paper", horizon=200)
     cross = [m for m in hf.CosformerSeq2SeqModel(given).modules() if isinstance(m, Mixer)][-1]
     assert (cross.name, cross.reach) == ("cosformer-paper", 200)
+    given = toy_config(hf.CosformerForConditionalGeneration, cross_mixer="cosformer-paper", cross_horizon=200)
+    layers = hf.CosformerSeq2SeqModel(given).decoder.layers
+    assert {layer.encoder_attn.mixer.reach for layer in layers} == {200}
+    assert {layer.self_attn.interior.mixer.reach for layer in layers} == {math.inf}
+
+
+def test_a_sliding_window_is_what_local_layers_see():
+    fields = {"num_hidden_layers": 2, "layer_types": [LINEAR, WINDOW], "sliding_window": 5}
+    given = toy_config(hf.CosformerForCausalLM, **fields)
+    model = hf.CosformerForCausalLM(given)
+    assert model.model.layers[1].self_attn.interior.mixer.window == 4  # to its left, beside itself
+    assert hf.CosformerConfig.from_dict(given.to_dict()).sliding_window == 5
 
 
 def test_convolutions_are_centred_in_an_encoder_and_causal_in_a_decoder():
@@ -238,7 +337,10 @@ def test_without_the_package_a_saved_model_does_not_load(tmp_path):
         ({"horizon": 0}, "horizon is 0; it must be greater than 0"),
         ({"positions": "sine"}, "positions is 'sine'; one of 'learned', 'none', None"),
         ({"layer_types": [FULL]}, r"layer_types must name each of the 4 layers; got \['full_attention'\]"),
-        ({"layer_types": [FULL, "mamba"] * 2}, "layer_types has 'mamba'; one of 'full_attention', 'sliding"),
+        (
+            {"layer_types": [FULL, "mamba"] * 2},
+            "layer_types has 'mamba'; with mixer 'cosformer' it may name 'full_attention', 'linear",
+        ),
         (
             {"full_attention_interval": 0},
             "full_attention_interval must be an int of at least 1, or None; got 0",
@@ -257,7 +359,14 @@ def test_without_the_package_a_saved_model_does_not_load(tmp_path):
         ({"num_key_value_heads": 0}, "num_key_value_heads is 0; .* divide num_attention_heads, which is 4"),
         ({"hidden_act": "foo"}, "hidden_act is 'foo'; one of .*silu"),
         ({"dropout": 1.5}, "dropout is 1.5; it must be at least 0 and less than 1"),
-        ({"short_conv": -1}, "short_conv is -1; it must be at least 0"),
+        ({"sliding_window": 5}, "sliding_window is 5, but no layer is 'sliding_attention'"),
+        ({"mixer": "local", "sliding_window": 0}, "sliding_window is 0; it must be at least 1"),
+        (
+            {"mixer": "local", "sliding_window": 5, "mixer_options": {"window": 3}},
+            "sliding_window is 5, and mixer_options has 'window', too",
+        ),
+        ({"short_conv": -1}, "short_conv is -1; it must be 0 or at least 2"),
+        ({"short_conv": 1}, "short_conv is 1; it must be 0 or at least 2"),
         (
             {"cosformer_format": 9},
             "cosformer_format is 9, and this version makes models of format 3; leave it",
@@ -276,6 +385,9 @@ def test_fields_that_make_no_sense_are_refused(fields, said):
     ("fields", "said"),
     [
         ({"mixer": 3}, "mixer must be str; got 3"),
+        ({"layer_types": FULL}, "layer_types must be a list of names, .* got 'full_attention'"),
+        ({"layer_types": 3}, "layer_types must be a list of names, one for each layer, or None; got 3"),
+        ({"mixer_options": {"both_signs": "no"}}, "both_signs must be True or False; got 'no'"),
         ({"mixer": None}, "mixer must be str; got None"),
         ({"mixer": ["cosformer", "elu"]}, r"mixer must be str; got \['cosformer', 'elu'\]"),
         ({"mixer_options": 3}, "mixer_options must be dict or None; got 3"),
@@ -304,12 +416,23 @@ def test_fields_of_the_others_that_make_no_sense_are_refused():
         toy_config(hf.CosformerEncoderModel, pooling="least")
     with pytest.raises(ValueError, match='the encoder-decoder has only "learned", as BART does'):
         toy_config(hf.CosformerSeq2SeqModel, positions="none")
-    with pytest.raises(ValueError, match="mixer 'local' does not do attention to another sequence"):
-        hf.CosformerSeq2SeqModel(toy_config(hf.CosformerSeq2SeqModel, mixer="local"))
     with pytest.raises(ValueError, match="unknown mixer 'nobody'"):
         toy_config(hf.CosformerSeq2SeqModel, encoder_mixer="nobody")
     with pytest.raises(ValueError, match="unknown mixer 'nobody'"):
         toy_config(hf.CosformerSeq2SeqModel, cross_mixer="nobody")
+    for name in ("local", "cosformer"):
+        with pytest.raises(ValueError, match=f"mixer '{name}' does not do .*cross_mixer"):
+            toy_config(hf.CosformerSeq2SeqModel, cross_mixer=name)
+    with pytest.raises(ValueError, match="mixer 'linformer' does not do"):
+        toy_config(hf.CosformerSeq2SeqModel, mixer="linformer", encoder_mixer="elu")
+    with pytest.raises(ValueError, match="decoder_attention_heads is 0; it must be at least 1"):
+        toy_config(hf.CosformerSeq2SeqModel, decoder_attention_heads=0)
+    with pytest.raises(ValueError, match="d_model is 32, which 5 heads cannot share evenly"):
+        toy_config(hf.CosformerSeq2SeqModel, encoder_attention_heads=5)
+    with pytest.raises(ValueError, match="cross_horizon is 50, but cross_mixer None has none"):
+        toy_config(hf.CosformerSeq2SeqModel, cross_horizon=50)
+    with pytest.raises(ValueError, match="cross_horizon is 0; it must be greater than 0"):
+        toy_config(hf.CosformerSeq2SeqModel, cross_mixer="cosformer-paper", cross_horizon=0)
 
 
 @headed

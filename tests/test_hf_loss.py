@@ -1,14 +1,18 @@
 """Losses for large vocabularies: one-vs-each is its bound, chunked is softmax; both only in training."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import token_ids, toy_model
+from torch._subclasses import FakeTensorMode
 
 pytest.importorskip("transformers")
 
 import cosformer.hf as hf
-from cosformer.hf.loss import chunked, one_vs_each
+from cosformer.hf.loss import chunked, one_vs_each, without_logits
 
 V, C = 40, 8
 
@@ -101,6 +105,36 @@ def test_masked_models_score_the_tokens_that_are_asked_for(items):
         model(input_ids=x, labels=labels[:, :5])
 
 
+@pytest.mark.parametrize("loss", ["chunked", "one-vs-each"])
+def test_labels_that_are_no_classes_are_refused(loss):
+    model, x = toy_model(hf.CosformerForCausalLM, loss=loss).train(), token_ids()
+    for wrong in (-1, model.config.vocab_size):
+        labels = x.clone()
+        labels[0, 3] = wrong
+        with pytest.raises(ValueError, match=rf"labels hold {wrong}; they must be from 0 to \d+, or -100"):
+            model(input_ids=x, labels=labels)
+    with pytest.raises(ValueError, match=r"labels must have the shape \(2, 17\), one for each token; got "):
+        model(input_ids=x, labels=x[:1])
+    classifier = toy_model(hf.CosformerForSequenceClassification, num_labels=3, loss=loss).train()
+    with pytest.raises(ValueError, match="labels hold -1; they must be from 0 to 2"):
+        classifier(x, labels=torch.tensor([0, -1]))
+
+
+@pytest.mark.parametrize("loss", [chunked, partial(one_vs_each, samples=50)], ids=["chunked", "one-vs-each"])
+def test_losses_of_shapes_alone_and_under_vmap(loss):
+    """Where labels cannot be read, they are not checked."""
+    layer, config = torch.nn.Linear(8, 11), SimpleNamespace(loss="chunked", loss_samples=50)
+    if loss is not chunked:
+        config.loss = "one-vs-each"
+    hidden, labels = torch.randn(3, 5, 8), torch.randint(11, (3, 5))
+    each = torch.vmap(lambda h, y: without_logits(config, h, layer, y))(hidden, labels)
+    want = torch.stack([loss(h, layer.weight, layer.bias, y) for h, y in zip(hidden, labels)])
+    torch.testing.assert_close(each, want)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = without_logits(config, torch.empty(3, 5, 8), layer, torch.empty(3, 5, dtype=torch.long))
+    assert fake.shape == ()
+
+
 @pytest.mark.parametrize("training", [True, False])
 def test_without_any_label_there_is_no_loss(training):
     for loss in ("softmax", "chunked", "one-vs-each"):
@@ -139,7 +173,12 @@ def test_a_model_trains_with_it_and_is_judged_by_the_softmax():
     want = F.cross_entropy(judged.logits[:, :-1].flatten(0, 1), x[:, 1:].flatten())
     torch.testing.assert_close(judged.loss, want)
     classifier = toy_model(hf.CosformerForSequenceClassification, num_labels=3, **fields).train()
-    assert classifier(token_ids(), labels=torch.tensor([0, 2])).loss.requires_grad
+    classes, layer = torch.tensor([0, 2]), classifier.classifier
+    hidden = classifier.pooled(classifier.encoded(x).last_hidden_state, None)
+    want = one_vs_each(hidden, layer.weight, layer.bias, classes, samples=1000)
+    torch.testing.assert_close(classifier(x, labels=classes).loss, want)
+    judged = classifier.eval()(x, labels=classes)
+    torch.testing.assert_close(judged.loss, F.cross_entropy(judged.logits, classes))
     with pytest.raises(
         ValueError, match="loss is 'hinge' over 256 samples; one of 'softmax', 'chunked', 'one-vs-each'"
     ):

@@ -51,6 +51,8 @@ def test_what_names_layers_is_no_mixer_of_one(spec):
         ("cosformer", {"backend": "natvie"}),
         ("linformer", {"rank": 0}),
         ("local", {"window": -1}),
+        ("local", {"window": 2.5}),
+        ("local", {"globals": True}),
         ("nystrom", {"conv": 4}),
         ("performer", {"features": 0}),
         ("polynomial", {"degree": 0.5}),

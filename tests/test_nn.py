@@ -10,7 +10,7 @@ from torch.testing import assert_close
 
 from cosformer import CosformerAttention, MixerAttention, mixers, reference
 from cosformer.decay import ladder
-from cosformer.layer import Tokens
+from cosformer.layer import LayerState, Tokens
 
 
 def by_hand(module, query, key, value, *, causal=False, horizon=50, decay=None):
@@ -422,6 +422,12 @@ def test_stream_errors(made):
         (TypeError, "query must be a tensor; got list", ([1.0],), {}),
         (TypeError, "state must be a LayerState, .* or None; got str 's'", (x, "s"), {}),
         (ValueError, "state is of 2 batch rows; got a query of 1", (x[:1], state), {}),
+        (
+            ValueError,
+            r"state holds 5 tokens for a convolution, and this layer needs \d",
+            (x, LayerState(state.mixer, (torch.zeros(2, 5, 32),) * 3)),
+            {},
+        ),
         (
             ValueError,
             r"key_padding_mask must have shape .* = \(2, 6\); got \(2, 5\)",

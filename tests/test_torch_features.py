@@ -1,14 +1,15 @@
 """The operator inside torch: compile, export, checkpoint, vmap, grad, autocast, meta, opcheck, memory."""
 
+import math
 import subprocess
 import sys
 
 import pytest
 import torch
-from conftest import widest
+from conftest import moved, widest
 from judge import assert_close, inputs, on, value_and_grads
 
-from cosformer import State, cosformer_attention, cosformer_stream
+from cosformer import CosformerAttention, State, cosformer_attention, cosformer_stream
 from cosformer.ops import operator
 from cosformer.ops.call import Call, Inputs
 
@@ -48,6 +49,20 @@ def test_compile_a_stream(backend):
         out, state = step(q[:, :, t : t + 6], k[:, :, t : t + 6], v[:, :, t : t + 6], state)
         outs.append(out)
     assert_close(torch.cat(outs, 2), on(backend)(q, k, v, causal=True, horizon=100))
+
+
+@torch.no_grad()
+def test_compile_the_stream_of_a_module():
+    """With the convolution's last tokens in its state."""
+    torch._dynamo.reset()
+    options = {"horizon": math.inf, "decay": "gated", "short_conv": 4, "qk_norm": True, "batch_first": True}
+    module, x, outs = moved(CosformerAttention(32, 4, **options)).eval(), torch.randn(2, 30, 32), []
+    step = torch.compile(module.stream, backend="aot_eager", fullgraph=True)
+    out, state = module.stream(x[:, :6])
+    for piece in x[:, 6:].split(6, 1):
+        now, state = step(piece, state)
+        outs.append(now)
+    torch.testing.assert_close(torch.cat([out, *outs], 1), module(x, x, x, is_causal=True)[0])
 
 
 def test_export(backend):

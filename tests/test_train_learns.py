@@ -1,5 +1,7 @@
 """What must be learned is learned: cosFormer solves the toys, softmax tasks on which others may fail."""
 
+import pytest
+
 from cosformer.train import Run, train
 
 OPTIMISER = {
@@ -56,9 +58,10 @@ def test_cosformer_reverses_through_cross_attention(tmp_path):
     assert reached > 0.98
 
 
-def test_softmax_recalls(tmp_path):
+@pytest.mark.parametrize("mixer", ["cosformer", "cosformer-hybrid", "softmax+rope"])
+def test_recall(tmp_path, mixer):
     sizes = {"length": 32, "pairs": 8, "vocabulary": 32, "examples": [50_000, 100, 500]}
-    reached = score(tmp_path, "recall", "softmax+rope", steps=400, rate=3e-3, **sizes)
+    reached = score(tmp_path, "recall", mixer, steps=400, rate=3e-3, **sizes)
     assert reached > 0.95  # a model that stalls stays near 0.2
 
 

@@ -60,6 +60,10 @@ def test_the_command_line_wins_over_a_recipe():
             "loss is 'hinge' over 256 samples; one of 'softmax', 'chunked', 'one-vs-each'",
         ),
         (["reverse", "--loss", "one-vs-each"], "no field 'loss'; see CosformerSeq2SeqConfig"),
+        (
+            ["lm", "--loss", "one-vs-each", "--label_smoothing_factor", "0.1"],
+            "--label_smoothing_factor 0.1 goes with --loss softmax; the loss is 'one-vs-each'",
+        ),
         (["copy", "--size", "published"], "size is 'published'; task 'copy' takes one of toy"),
         (["copy", "--data", "x"], "task 'copy' has no setting 'data'; it takes length"),
         (["copy", "--set", "copy"], "--set copy: it takes task.KEY=VALUE or model.KEY=VALUE"),

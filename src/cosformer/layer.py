@@ -139,6 +139,11 @@ class Interior(nn.Module):
         out = self.gated(self.mixer(q, k, v, x=x, causal=causal, key_mask=mask, cu_seqlens=cu_seqlens), x)
         return out if cu_seqlens is None else out.unflatten(1, (rows, -1)).squeeze(0)
 
+    @property
+    def remembered(self) -> int:
+        """How many tokens a stream keeps for the convolution."""
+        return 0 if self.conv is None else cast(int, self.conv["q"].width) - 1
+
     def stream(self, tokens: Tokens, state: LayerState | None) -> tuple[Tensor, LayerState]:
         """The next tokens of a causal stream: their output, and the state after them."""
         if self.conv is not None and self.conv["q"].ahead:
@@ -146,10 +151,13 @@ class Interior(nn.Module):
                 "this layer's convolution looks ahead, so it cannot stream; make it with centred=False"
             )
         tokens = self.readable(tokens)
+        count = self.remembered
+        held = count if state is None else state.last[0].shape[1] if state.last else 0
+        if held != count:  # none, too, of what `sharded` returns while gradients are recorded
+            raise ValueError(f"state holds {held} tokens for a convolution, and this layer needs {count}")
         before = (None, None, None) if state is None or not state.last else state.last
         last: tuple[Tensor, ...] = ()
         if self.conv is not None:
-            count = cast(int, self.conv["q"].width) - 1
             last = tuple(_last(t, b, count) for t, b in zip((tokens.q, tokens.k, tokens.v), before))
         q, k, v = self.heads(tokens, before=before)
         inner = None if state is None else state.mixer
@@ -163,7 +171,7 @@ class Interior(nn.Module):
         last: tuple[Tensor, ...] = ()
         if self.conv is not None and causal and not torch.is_grad_enabled():
             parts = [tokens.q, tokens.k, tokens.v]
-            ends = shard.last(torch.cat(parts, -1), cast(int, self.conv["q"].width) - 1)
+            ends = shard.last(torch.cat(parts, -1), self.remembered)
             last = ends.split([t.shape[-1] for t in parts], -1)
         q, k, v = self.heads(tokens, shard=shard)
         x, mask = tokens.x, tokens.key_mask

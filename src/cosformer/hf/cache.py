@@ -98,7 +98,7 @@ class StreamLayer(KeptLayer):
         self.since: list[Tokens] = []  # ... and what was read after it
         self.replay = False
         self.owned: LayerState | None = None  # `kept`, if nobody else holds its tensors
-        self.made_by: tuple | None = None  # its mixer's name, and the widths of q, k and v
+        self.made_by: tuple | None = None  # what `_in_words` takes, of the layer that made what is kept
 
     @property
     def kept(self) -> LayerState | None:
@@ -151,14 +151,14 @@ class StreamLayer(KeptLayer):
 
     def check_owner(self, interior: Interior, tokens: Tokens) -> None:
         """Raise if what is kept is another layer's, or has another number of rows."""
-        own = interior.mixer.name, tuple(t.shape[-1] for t in (tokens.q, tokens.k, tokens.v))
+        kind = interior.mixer.name, getattr(interior.mixer, "window", None), interior.remembered
+        own = *kind, tuple(t.shape[-1] for t in (tokens.q, tokens.k, tokens.v))
         if self._kept is None or self.made_by is None:
             self.made_by = own
         if self.made_by != own:
             raise ValueError(
-                f"past_key_values holds what mixer {self.made_by[0]!r} keeps of q, k, v of the widths "
-                f"{self.made_by[1]}, and this layer's mixer {own[0]!r} has {own[1]}; pass the cache that "
-                "this model made"
+                f"past_key_values was made by a layer with {_in_words(*self.made_by)}, and this one has "
+                f"{_in_words(*own)}; pass the cache that this model made"
             )
         held = None if self._kept is None else next(tensors(self._kept), None)
         if held is not None and len(held) != len(tokens.x):
@@ -253,6 +253,12 @@ class CosformerCache(DynamicCache):
 def encoder_decoder_cache(layers: int) -> EncoderDecoderCache:
     """The decoder's cache: its own tokens, and what its cross attention read from the encoder."""
     return EncoderDecoderCache(CosformerCache(layers), CosformerCache(layers, kind=KeptLayer))
+
+
+def _in_words(mixer: str, window: int | None, remembered: int, widths: tuple[int, ...]) -> str:
+    seen = "" if window is None else f" over a window of {1 + window} tokens"
+    before = f", a convolution over {1 + remembered} tokens" if remembered else ""
+    return f"mixer {mixer!r}{seen}{before}, q, k and v of the widths {widths}"
 
 
 def _cloned(t: Tensor) -> Tensor:

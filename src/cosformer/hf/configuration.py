@@ -6,7 +6,7 @@ The comments beside our fields are short; docs/hugging-face.md has a table of wh
 import sys
 import typing
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -17,10 +17,12 @@ from transformers.activations import ACT2FN
 from .. import mixers
 from .loss import LOSSES
 from .pooling import POOLINGS
+from .saved import BY_LAYER, changed
 
 FORMAT = 3  # of saved models: their fields and the names of their weights
 POSITIONS = ("learned", "none", None)
-BY_TYPE = {"full_attention": "softmax", "sliding_attention": "local"}  # the mixer of a layer of that type
+WINDOWED = "sliding_attention"
+BY_TYPE = {"full_attention": "softmax", WINDOWED: "local"}  # the mixer of a layer of that type
 PLAIN = (bool, int, float, str, dict, NoneType)
 
 
@@ -36,6 +38,18 @@ def wanted(value: Any, hint: Any) -> str | None:
     return " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
 
 
+def check_heads(name: str, heads: int) -> None:
+    if heads < 1:
+        raise ValueError(f"{name} is {heads}; it must be at least 1")
+
+
+def check_shared(name: str, heads: int, shared: str, width: int, choice: str = "") -> None:
+    """Check that so many heads can share a width evenly."""
+    if width % heads:
+        told = f"{shared} is {width}, which {heads} heads cannot share evenly"
+        raise ValueError(f"{told}; choose a multiple of {name}{choice}")
+
+
 @dataclass(kw_only=True)
 class CosformerFields:
     """What the three configurations share: our fields, their checks, and what follows from them."""
@@ -48,13 +62,15 @@ class CosformerFields:
     layer_types: Any = None  # transformers' name for each layer; if given, it selects mixers
     layer_mixers: Any = None  # the mixer of each layer; like layer_types a list[str] after `settle`
     full_attention_interval: int | None = None  # every n-th layer, and the last, is softmax
+    sliding_window: int | None = None  # of `local`: how many tokens up to itself a token sees
     horizon: int | float | None = None  # the largest distance between tokens; None: the mixer's own
     positions: str | None = None  # one of POSITIONS; None: as the mixers want
     short_conv: int | None = None  # in all layers; 0: none, None: the widest that any mixer wants
     qk_norm: bool | None = None  # in all layers; None: if any mixer wants it
     output_gate: bool = False  # multiply a layer's output by a sigmoid of its input
 
-    if TYPE_CHECKING:  # fields of every architecture
+    if TYPE_CHECKING:  # of every architecture
+        attribute_map: ClassVar[dict[str, str]]
         hidden_size: int
         model_type: str
         max_position_embeddings: int
@@ -69,7 +85,11 @@ class CosformerFields:
                 f"this model was saved in format {found} of cosformer, and this version reads format "
                 f"{FORMAT}: load it with the version that saved it, or train it again"
             )
-        return super().from_dict(config_dict, **kwargs)  # type: ignore[misc]
+        # transformers would set what is given here after the checks, and after what follows from it.
+        ours = {field.name for field in fields(cls)} - {"dtype"}  # which `from_pretrained` reads for itself
+        alias = cls.attribute_map
+        given = {own: kwargs.pop(name) for name in [*kwargs] if (own := alias.get(name, name)) in ours}
+        return super().from_dict(changed(config_dict, given), **kwargs)  # type: ignore[misc]
 
     def to_dict(self) -> dict[str, Any]:
         """peft reads a config through this: tell it our LoRA `target_modules`, as it knows Llama's."""
@@ -84,8 +104,13 @@ class CosformerFields:
         for name, hint in (item for cls in ours for item in cls.__annotations__.items()):
             if asked := wanted(getattr(self, name, None), hint):
                 raise TypeError(f"{name} must be {asked}; got {getattr(self, name)!r}")
-        if self.short_conv is not None and self.short_conv < 0:
-            raise ValueError(f"short_conv is {self.short_conv}; it must be at least 0, or None")
+        if self.short_conv is not None and (self.short_conv < 0 or self.short_conv == 1):
+            raise ValueError(f"short_conv is {self.short_conv}; it must be 0 or at least 2, or None")
+        for name in BY_LAYER:
+            named = getattr(self, name, None)
+            of_names = isinstance(named, list | tuple) and all(isinstance(x, str) for x in named)
+            if named is not None and not of_names:
+                raise TypeError(f"{name} must be a list of names, one for each layer, or None; got {named!r}")
         if self.cosformer_format != FORMAT:  # nothing could read what such a configuration saves
             raise ValueError(
                 f"cosformer_format is {self.cosformer_format}, and this version makes models of format "
@@ -97,6 +122,7 @@ class CosformerFields:
         self._fold_types(layers)
         names = mixers.layers(self.mixer, layers)
         self._check_options({key for name in (*names, *beside) for key in mixers.options(name)})
+        self._check_window((*names, *beside))
         if self.positions not in POSITIONS:
             raise ValueError(f"positions is {self.positions!r}; one of {', '.join(map(repr, POSITIONS))}")
         if self.attention_dropout:
@@ -120,12 +146,16 @@ class CosformerFields:
         if not all(mixer.streaming is True for mixer in made.values()):
             self.use_cache = False
 
-    def mixer_of(self, name: str, *, heads: int, size: int) -> mixers.Mixer:
-        """The mixer called `name`, with those of our options that it accepts."""
+    def mixer_of(self, name: str, *, heads: int, size: int, horizon: float | None = None) -> mixers.Mixer:
+        """The mixer called `name`, with those of our options that it accepts, and a horizon of its own."""
         accepted = mixers.options(name)
         given = {key: value for key, value in (self.mixer_options or {}).items() if key in accepted}
-        if self.horizon is not None and "horizon" in accepted:
+        if horizon is not None:
+            given["horizon"] = horizon
+        elif self.horizon is not None and "horizon" in accepted:
             given.setdefault("horizon", self.horizon)
+        if self.sliding_window is not None and mixers.layer_type(name) == WINDOWED:
+            given.setdefault("window", self.sliding_window - 1)
         sizes = {"head_dim": size, "max_length": self.max_position_embeddings, "width": self.hidden_size}
         return mixers.build(name, heads=heads, **sizes, **given)
 
@@ -141,10 +171,27 @@ class CosformerFields:
         if self.horizon is not None and "horizon" not in accepted:
             raise ValueError(f"horizon is {self.horizon}, but mixer {self.mixer!r} has none")
 
+    def _check_window(self, names: Iterable[str]) -> None:
+        """Check `sliding_window`, and that some layer has one."""
+        size = self.sliding_window
+        if size is None:
+            return
+        if size < 1:
+            raise ValueError(f"sliding_window is {size}; it must be at least 1, or None")
+        if "window" in (self.mixer_options or {}):
+            raise ValueError(f"sliding_window is {size}, and mixer_options has 'window', too; give one")
+        if all(mixers.layer_type(name) != WINDOWED for name in names):
+            raise ValueError(
+                f"sliding_window is {size}, but no layer is {WINDOWED!r}; mixer {self.mixer!r} has no `local`"
+            )
+
     def _fold_types(self, layers: int) -> None:
         """Merge `layer_types` or `full_attention_interval` into `mixer`, if they say more than it does."""
-        names, kinds = mixers.layers(self.mixer, layers), self.layer_types
-        one, every = len(set(names)) == 1, self.full_attention_interval
+        names, every = mixers.layers(self.mixer, layers), self.full_attention_interval
+        kinds = None if self.layer_types is None else [*self.layer_types]
+        one, own = len(set(names)) == 1, mixers.layer_type(names[0]) if names else ""
+        if one and kinds is not None and set(kinds) == {own}:
+            kinds = None  # they say no more; perhaps of another depth, as in a saved config's dict
         if every is not None:
             if not isinstance(every, int) or every < 1:
                 raise ValueError(
@@ -159,13 +206,20 @@ class CosformerFields:
                     f"full_attention_interval is {every}, but mixer {self.mixer!r} has softmax in other "
                     "layers; give one of them"
                 )
-        elif kinds is not None and one and set(kinds) != {mixers.layer_type(names[0])}:
+        elif kinds is not None and one:
             if len(kinds) != layers:
                 raise ValueError(f"layer_types must name each of the {layers} layers; got {kinds}")
-            known = BY_TYPE | {"linear_attention": self.mixer}
+            known = BY_TYPE | {own: names[0]}
             if unknown := [kind for kind in kinds if kind not in known]:
-                raise ValueError(f"layer_types has {unknown[0]!r}; one of {', '.join(map(repr, known))}")
-            self.mixer = ", ".join(known[kind] for kind in kinds)
+                told = f"with mixer {self.mixer!r} it may name {', '.join(map(repr, sorted(known)))}"
+                raise ValueError(f"layer_types has {unknown[0]!r}; {told}")
+            names = [known[kind] for kind in kinds]
+            self.mixer = ", ".join(names)
+        derived = [mixers.layer_type(name) for name in names]
+        if kinds is not None and kinds != derived:
+            raise ValueError(
+                f"layer_types is {kinds}, but mixer {self.mixer!r} has {derived}; give one of them"
+            )
 
 
 @dataclass(kw_only=True)
@@ -195,13 +249,9 @@ class StackFields(CosformerFields):
     def _check_sizes(self) -> None:
         """Llama's own checks come too late, and leave some of this to its layers."""
         heads, groups = self.num_attention_heads, self.num_key_value_heads
-        if heads < 1:
-            raise ValueError(f"num_attention_heads is {heads}; it must be at least 1")
-        if self.head_dim is None and self.hidden_size % heads:
-            raise ValueError(
-                f"hidden_size is {self.hidden_size}, which {heads} heads cannot share evenly; choose a "
-                "multiple of num_attention_heads, or give head_dim"
-            )
+        check_heads("num_attention_heads", heads)
+        if self.head_dim is None:
+            check_shared("num_attention_heads", heads, "hidden_size", self.hidden_size, ", or give head_dim")
         if groups is not None and (groups < 1 or heads % groups):
             raise ValueError(
                 f"num_key_value_heads is {groups}; it must divide num_attention_heads, which is {heads}"
@@ -247,24 +297,52 @@ class CosformerSeq2SeqConfig(CosformerFields, BartConfig):
     encoder_mixer: str | None = None  # None: the decoder's
     encoder_layer_mixers: Any = None
     cross_mixer: str | None = None  # reads the source; None: `cross_mixer_of` chooses
+    cross_horizon: int | float | None = None  # of what reads the source; None: `horizon`
 
     def __post_init__(self, **kwargs):
         self.check_kinds()
         if self.encoder_mixer is None:
             self.encoder_mixer = self.mixer  # as given: `settle` may expand it for the decoder
+        for part in ("encoder", "decoder"):
+            name = f"{part}_attention_heads"
+            check_heads(name, getattr(self, name))
+            check_shared(name, getattr(self, name), "d_model", self.d_model)
         self.encoder_layer_mixers = mixers.layers(self.encoder_mixer, self.encoder_layers)
+        if self.cross_horizon is not None:
+            if not self.cross_horizon > 0:
+                raise ValueError(f"cross_horizon is {self.cross_horizon}; it must be greater than 0, or None")
+            if self.cross_mixer is None or "horizon" not in mixers.options(self.cross_mixer):
+                raise ValueError(
+                    f"cross_horizon is {self.cross_horizon}, but cross_mixer {self.cross_mixer!r} has none; "
+                    'one that has is "cosformer-paper"'
+                )
         beside = [*self.encoder_layer_mixers, *filter(None, [self.cross_mixer])]
         self.settle(layers=self.decoder_layers, heads=self.decoder_attention_heads, beside=beside)
+        with torch.device("meta"):
+            self._check_readers()
         super().__post_init__(**kwargs)
         if self.positions != "learned":
             raise ValueError(
                 f'positions is {self.positions!r}; the encoder-decoder has only "learned", as BART does'
             )
 
+    def _check_readers(self) -> None:
+        """Check the mixers that read the source: the encoder's, and those of cross attention."""
+        heads = self.encoder_attention_heads
+        for name in {*self.encoder_layer_mixers}:
+            self.mixer_of(name, heads=heads, size=self.d_model // heads).refuse(causal=False)
+        heads = self.decoder_attention_heads
+        for name in {self.cross_mixer_of(name) for name in self.layer_mixers}:
+            mixer = self.mixer_of(name, heads=heads, size=self.d_model // heads, horizon=self.cross_horizon)
+            mixer.refuse(cross="attention to what the encoder wrote (cross_mixer)")
+
     def cross_mixer_of(self, name: str) -> str:
-        """What reads the source in a decoder layer with the mixer `name`: the same, without positions."""
+        """What reads the source in a decoder layer with the mixer `name`: the same without positions, or a
+        relative that can."""
         if self.cross_mixer is not None:
             return self.cross_mixer
+        if mixers.layer_type(name) == WINDOWED:  # a window is laid out on one sequence
+            return "softmax"
         return "relu" if name.startswith("cosformer") else name.partition("+")[0]
 
     def validate_layer_type(self):

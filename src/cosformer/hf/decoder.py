@@ -6,6 +6,7 @@ from transformers.models.llama.modeling_llama import LlamaForCausalLM
 
 from .cache import CosformerCache
 from .configuration import CosformerConfig
+from .labels import check_of_tokens
 from .loop import Loop
 from .loss import without_logits
 from .parallel import labels_of
@@ -69,6 +70,7 @@ class CosformerForCausalLM(CosformerPreTrained, LlamaForCausalLM):
         kwargs |= {"use_cache": False, "return_dict": True}
         hidden = self.model(input_ids, **kwargs).last_hidden_state
         if shifted is None:
+            check_of_tokens(hidden, labels)
             hidden, shifted = hidden[:, :-1], labels[:, 1:]
         loss = without_logits(self.config, hidden, self.lm_head, shifted, num_items_in_batch)
         return CausalLMOutputWithPast(loss=loss)

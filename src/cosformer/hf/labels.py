@@ -5,6 +5,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._subclasses.fake_tensor import is_fake
 
 from ..ops import checks
 
@@ -65,10 +67,27 @@ def check_of_tokens(hidden: Tensor, labels: Tensor) -> None:
         raise ValueError(f"labels must have the shape {wanted}, one for each token; got {given}")
 
 
+def has_values(labels: Tensor) -> bool:
+    """Whether they can be read without waiting: not in a graph, on a device, under vmap, as mere shapes."""
+    if torch.compiler.is_compiling() or is_functorch_wrapped_tensor(labels) or is_fake(labels):
+        return False
+    return checks.readable(labels)
+
+
+def check_classes(labels: Tensor, classes: int) -> None:
+    """Raise for labels that are no classes, where reading them means no waiting."""
+    if not has_values(labels) or labels.numel() == 0:
+        return
+    least, most = (bound.item() for bound in labels.masked_fill(labels == IGNORE, 0).aminmax())
+    if least < 0 or most >= classes:
+        wrong = least if least < 0 else most
+        raise ValueError(f"labels hold {wrong}; they must be from 0 to {classes - 1}, or {IGNORE} for none")
+
+
 def labelled(hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     """The tokens with a label, (1, n, C) and (1, n); all tokens if counting would mean waiting."""
     check_of_tokens(hidden, labels)
-    if not checks.readable(labels) or torch.compiler.is_compiling():
+    if not has_values(labels):
         return hidden, labels
     asked = (labels != IGNORE).flatten().nonzero().flatten()
     chosen = hidden.flatten(0, 1).index_select(0, asked), labels.flatten().index_select(0, asked)

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .labels import IGNORE
+from .labels import IGNORE, check_classes
 
 LOSSES = ("softmax", "chunked", "one-vs-each")
 
@@ -25,6 +25,7 @@ def without_logits(
     config: Any, hidden: Tensor, layer: nn.Linear, labels: Tensor, total: Any = None
 ) -> Tensor:
     """The loss that `config` names, other than the plain softmax, of tokens under an output layer."""
+    check_classes(labels, len(layer.weight))
     given = hidden, layer.weight, layer.bias, labels
     if config.loss == "chunked":
         return chunked(*given, total=total)
@@ -71,7 +72,7 @@ def one_vs_each(
     """
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     asked = labels != IGNORE
-    target = labels.clamp_min(0)
+    target = labels.masked_fill(~asked, 0)
     classes, V = None, len(weight)
     if samples < V:
         classes = torch.randint(V, (samples,), device=weight.device)

@@ -12,7 +12,7 @@ from transformers.models.bart.modeling_bart import (
 
 from .cache import encoder_decoder_cache
 from .configuration import CosformerSeq2SeqConfig
-from .interface import padding
+from .interface import padding, reaches
 from .pretrained import (
     CosformerPreTrained,
     attend,
@@ -45,8 +45,7 @@ class CosformerCrossAttention(BartAttention):
     def __init__(self, config: CosformerSeq2SeqConfig, layer_idx: int, name: str):
         heads = config.decoder_attention_heads
         super().__init__(config.d_model, heads, is_decoder=True, config=config, layer_idx=layer_idx)
-        self.mixer = config.mixer_of(name, heads=heads, size=self.head_dim)
-        self.mixer.refuse(cross=True)
+        self.mixer = config.mixer_of(name, heads=heads, size=self.head_dim, horizon=config.cross_horizon)
 
     def forward(
         self, hidden_states, key_value_states=None, past_key_values=None, source_mask=None, **kwargs
@@ -57,6 +56,14 @@ class CosformerCrossAttention(BartAttention):
             source = cache.cross_attention_cache.layers[self.layer_idx]
             memory = source.kept
             offset = own_tokens(cache).get_seq_length(self.layer_idx) - q.shape[2]  # it already counts these
+        target, new = offset + q.shape[2], 0 if memory is not None else key_value_states.shape[1]
+        reach = self.mixer.reach
+        if not (reaches(target, reach, causal=True) and reaches(new, reach, causal=False)):
+            raise ValueError(
+                f"source and target reach over {max(target, new)} places, past the horizon of {reach:g} "
+                "between them; use shorter texts, or a model whose config.cross_horizon is larger, or "
+                "math.inf (no cosine)"
+            )
         if memory is None:
             k, v = self.split(self.k_proj(key_value_states)), self.split(self.v_proj(key_value_states))
             mask = None if source_mask is None else padding(source_mask)

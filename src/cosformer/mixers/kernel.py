@@ -143,6 +143,8 @@ class Cosformer(Kernel):
         super().__init__(sizes)
         check_eps(eps)
         check_backend(backend)
+        if not isinstance(both_signs, bool):
+            raise TypeError(f"both_signs must be True or False; got {both_signs!r}")
         self.eps, self.backend, self.both_signs = eps, backend, both_signs
         self.horizon = _horizon(horizon, self)
         horizons = self.horizon or ()

@@ -35,8 +35,9 @@ class Local(Mixer):
 
     def __init__(self, sizes: Sizes, *, window: int = 256, globals: int = 0):
         super().__init__(sizes)
-        if window < 0 or globals < 0:
-            raise ValueError(f"window and globals must be 0 or more; got window {window}, globals {globals}")
+        for name, count in (("window", window), ("globals", globals)):
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise ValueError(f"{name} must be an int of 0 or more; got {count!r}")
         self.window, self.globals = window, globals
 
     def mix(self, q, k, v, *, x, causal, key_mask):

@@ -99,6 +99,10 @@ def build_trainer(
     """The Trainer of a run, ready to train or to evaluate."""
     given = arguments(run, task)
     keep = given.pop("save_total_limit")  # upstream would delete too early
+    loss = getattr(model.config, "loss", "softmax")
+    if given.get("label_smoothing_factor") and loss != "softmax":  # upstream would take the full softmax
+        smoothed = f"--label_smoothing_factor {given['label_smoothing_factor']}"
+        raise SettingsError(f"{smoothed} goes with --loss softmax; the loss is {loss!r}")
     with refused((ValueError, TypeError, ImportError), "training arguments"):
         trainer = Trainer(
             model=model,

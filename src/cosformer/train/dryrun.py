@@ -77,8 +77,12 @@ def check_shapes(run: Run, task: tasks.Task, start: str | None) -> int:
     count = models.parameters(model)
     sizes = shapes_of(task, batch)
     kind: dict[str, Any] = {"dtype": torch.int64, "device": "meta"}
+    model.train()
+    for part in model.modules():
+        if hasattr(part, "layerdrop"):  # BART's stacks draw a number and ask for its value
+            part.training = False
     with FakeTensorMode(allow_non_fake_inputs=True):  # transformers would ask plain meta tensors for values
-        kept = activations(model.train(), {name: torch.empty(sizes[name], **kind) for name in sizes})
+        kept = activations(model, {name: torch.empty(sizes[name], **kind) for name in sizes})
     tokens = task.max_length * (2 if task.kind == "pair-classification" else 1)
     shapes = f"every shape of a batch of {batch} x {tokens:,} tokens fits"
     print(f"{task.name}: {count:,} parameters; {shapes} ({time.perf_counter() - began:.1f} s)")
