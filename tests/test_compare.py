@@ -214,10 +214,11 @@ def test_every_mixer_is_searched_alike_and_trained_with_its_best_rate(tmp_path, 
 
 
 def test_a_subject_may_take_the_rate_found_on_another(tmp_path):
-    """The search runs on that subject, with its share of the steps, and only once."""
-    first = dataclasses.replace(TOY, rates=(1e-30, 1e-3), search_share=0.5)
-    others = [dataclasses.replace(first, name=f"copy-{n}", search_on=first) for n in (2, 3)]
-    rows = run(tmp_path, subjects=others, mixers=["cosformer"], seeds=[0], steps=20)
+    """The search runs on that subject, with its share of its own steps, and only once."""
+    first = dataclasses.replace(TOY, rates=(1e-30, 1e-3), search_share=0.5, steps=20)
+    others = [dataclasses.replace(first, name=f"copy-{n}", search_on=first, steps=10 * n) for n in (2, 3)]
+    rows = run(tmp_path, subjects=others, mixers=["cosformer"], seeds=[0], steps=None)
+    assert [row.steps for row in of(rows, Quality)] == [20, 30]
     assert [(row.subject, row.rate, row.steps) for row in of(rows, Search)] == [
         (first.name, rate, 10) for rate in first.rates
     ]
@@ -366,6 +367,9 @@ def test_a_step_is_timed_on_batches_like_those_of_the_training(monkeypatch, tmp_
     budget.seconds_a_step(cell)
     assert seen[:3] == [list(range(n, n + 4)) for n in (18, 22, 26)]
     assert seen[3:] == [sorted(len(row["input_ids"]) for row in rows[n : n + 4]) for n in (0, 4, 8)]
+    seen.clear()
+    budget.seconds_a_step(dataclasses.replace(cell, subject=dataclasses.replace(grouped, parts=2)))
+    assert seen == [[n, n + 1] for n in (18, 20, 22, 24, 26, 28)]  # in parts, as they are computed
 
 
 # The command line.
@@ -375,6 +379,8 @@ def test_a_step_is_timed_on_batches_like_those_of_the_training(monkeypatch, tmp_
     ("argv", "said"),
     [
         (["--full"], "wikitext2-lm needs --data: the folder that holds wikitext-2"),
+        (["--full", "--data", "/nowhere"], "wikitext2-lm needs /nowhere/wikitext-2: there is no such file"),
+        (["--data", "/nowhere"], "lm needs /nowhere: there is no such file or folder"),
         (["--full", "--minutes", "9"], "--minutes goes with the default comparison"),
         (["--subjects", "lm", "poetry"], "--subjects poetry: one of lm, listops, recall, cost"),
         (["--mixers", "softmax", "nobody"], "unknown mixer 'nobody'; one of bigbird"),
@@ -391,13 +397,14 @@ def test_bad_arguments_are_refused(argv, said, tmp_path):
         compare.main([*argv, "--out", str(tmp_path / "out")])
 
 
-def test_the_plan_is_said_before_anything_is_done(monkeypatch, capsys):
+def test_the_plan_is_said_before_anything_is_done(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(compare, "carry_out", lambda *args, **kwargs: None)
     compare.main(["--minutes", "3", "--out", "there"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "21 cells, 3 minutes, steps sized to them; results in there"
     assert "lm                 11 mixers: Language model on bytes" in lines[2]
-    compare.main(["--full", "--data", "sets", "--subjects", "wikitext2-lm", "cost"])
+    (tmp_path / "wikitext-2").mkdir()
+    compare.main(["--full", "--data", str(tmp_path), "--subjects", "wikitext2-lm", "cost"])
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "12 cells, as long as it takes; results in runs/compare-full"
     assert "4 mixers x 3 seeds x 1,000 steps, the best of 3 rates" in lines[2]

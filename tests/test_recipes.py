@@ -108,6 +108,12 @@ def test_a_recipe_that_is_not_sound_is_found():
             dryrun.dry_run(Run(**(lm | change)), real=False)
 
 
+def test_an_encoder_decoder_has_a_dry_run(capsys):
+    train_verb(["seq2seq", "--dry-run", "--size", "toy"])
+    said = capsys.readouterr().out
+    assert "every shape of a batch" in said and "2 real steps" in said and said.endswith("sound\n")
+
+
 @pytest.mark.parametrize("order", [0, 1])
 def test_a_value_of_transformers_arguments_is_not_the_task(order):
     words = [["--recipe", "r.toml"], ["--max_steps", "3", "--fsdp"]]

@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     add("--minutes", type=float, help=f"the time there is; steps are sized to it (default: {MINUTES})")
     add("--steps", type=int, help="train this many steps instead, whatever time it takes")
     add("--seeds", nargs="+", type=int, metavar="N", help="train with each of these (default: 0)")
-    add("--full", action="store_true", help="the real sets, several seeds and rates: about twenty hours")
+    add("--full", action="store_true", help="the real sets, several seeds and rates: more than a day")
     add("--lengths", type=int, nargs="+", default=[512, 2048, 8192], help="where cost is measured")
     add("--threads", type=int, help="torch's (default: all cores)")
     add("--out", type=Path, help=f"the folder of it (default: {OUT}, or {OUT_FULL})")
@@ -126,6 +126,9 @@ def chosen(given: argparse.Namespace) -> list[Subject]:
     if given.full and not given.data and (reads := [s.name for s in subjects if "data" in s.settings]):
         sets = "the folder that holds wikitext-2, imdb, sst2, cifar10-gray and cmudict"
         raise ValueError(f"{reads[0]} needs --data: {sets}")
+    for subject in subjects:  # before hours of training, not when its turn comes
+        if (data := subject.settings.get("data")) and not Path(data).expanduser().exists():
+            raise ValueError(f"{subject.name} needs {data}: there is no such file or folder")
     return subjects
 
 

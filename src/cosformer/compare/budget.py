@@ -27,11 +27,13 @@ def seconds_a_step(cell: TrainingCell) -> float:
     if subject.training.get("train_sampling_strategy") == "group_by_length":
         rows = sorted(rows, key=lambda row: len(row["input_ids"]))[len(rows) // 2 :]  # about the mean cost
     starts = range(0, max(1, len(rows) - subject.batch + 1), subject.batch)
-    took = []
+    part, took = subject.batch // subject.parts, []
     for start in itertools.islice(itertools.cycle(starts), 3):
-        batch = task.collate(rows[start : start + subject.batch])
+        parts = [rows[at : at + part] for at in range(start, start + subject.batch, part)]
+        batches = [task.collate(some) for some in parts if some]
         begun = time.perf_counter()
-        model(**batch).loss.backward()
+        for batch in batches:
+            model(**batch).loss.backward()
         optimiser.step()
         optimiser.zero_grad()
         took.append(time.perf_counter() - begun)

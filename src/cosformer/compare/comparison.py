@@ -118,8 +118,10 @@ class Comparison:
         rates = cell.subject.rates
         if len(rates) == 1 or cell.problem(cell.run(steps, rates[0])):
             return rates[0]
-        cell = replace(cell, subject=cell.subject.search_on or cell.subject)
-        short = max(1, round(cell.subject.search_share * steps))
+        subject = cell.subject.search_on or cell.subject
+        if subject.steps and cell.subject.steps:
+            steps = round(steps * subject.steps / cell.subject.steps)
+        cell, short = replace(cell, subject=subject), max(1, round(subject.search_share * steps))
         rows, wanted = of(self.results.rows, Search), (cell.subject.name, cell.mixer, short)
         tried = {row.rate: row for row in rows if (row.subject, row.mixer, row.steps) == wanted}
         missing = [rate for rate in rates if rate not in tried]

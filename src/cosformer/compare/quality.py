@@ -50,8 +50,9 @@ class TrainingCell:
             "report_to": [],
             "seed": self.seed,
             "learning_rate": rate,
-            "per_device_train_batch_size": subject.batch,
-            "per_device_eval_batch_size": subject.batch,
+            "per_device_train_batch_size": subject.batch // subject.parts,
+            "per_device_eval_batch_size": subject.batch // subject.parts,
+            "gradient_accumulation_steps": subject.parts,
             **subject.training,
         }
         return train.Run(
@@ -72,9 +73,10 @@ class TrainingCell:
         """Why it cannot be trained, if so: the mixer refuses, or there is no model to start from."""
         if run.start and not Path(run.start, "config.json").exists():
             return "failed", f"{self.subject.after} left no model to start from"
+        task = task_of(run)  # bad data is not the mixer's fault
         try:
             with torch.device("meta"):
-                models.build(task_of(run), mixer=run.mixer, size=run.size, fields=run.model_fields)
+                models.build(task, mixer=run.mixer, size=run.size, fields=run.model_fields)
         except ValueError as error:
             return "refused", str(error)
         return None

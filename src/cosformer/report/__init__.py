@@ -18,10 +18,10 @@ BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
 
 
 def numbers(rows: Iterable[Row]) -> str:
-    """What a Markdown page says about the rows: the comparison if there is one, else the timings."""
+    """The tables of a Markdown page: the comparison if there is one, else the timings."""
     measured = Measured(rows)
     if (table := tables.verdicts(measured)) is not None:
-        return "\n\n".join([*paragraphs(measured), table.markdown()])
+        return table.markdown()
     said = [f"Measured on {costs.where(measured)}."] if measured.machines else []
     for table in tables.speeds(measured):
         said += [f"{table.caption}:", table.markdown(), table.note]

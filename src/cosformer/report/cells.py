@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -108,6 +108,7 @@ class Measured:
     """All rows of a report, by kind; only the last of rows about the same thing."""
 
     def __init__(self, rows: Iterable[Row]):
+        rows = [*rows]
         kept = latest(rows)
         self.machines, self.runs = of(kept, results.Machine), of(kept, results.Run)
         self.quality, self.searches = of(kept, Quality), of(kept, results.Search)
@@ -115,7 +116,7 @@ class Measured:
         self.exactness = of(kept, results.Exactness)
         self.shared = sorted(of(kept, results.Shared), key=lambda row: (row.length, row.processes))
         self.cost = of(kept, results.Cost) + [_cost(row) for row in self.shared]
-        self.experiments = _experiments(self.quality)
+        self.experiments = _experiments(_comparable(self.quality, _machines(rows)))
         named: list[Any] = [*self.quality, *self.positions, *self.pictures, *self.cost]
         self.mixers = list(looks(row.mixer for row in named))
         self.titles = {row.subject: row.title for row in self.quality}
@@ -127,6 +128,39 @@ class Measured:
     def verdicts(self) -> list["Verdict"]:
         """cosFormer beside softmax, task by task; studies of a part do not compare the two."""
         return [verdict(e) for e in self.experiments if e.row.group != "parts"]
+
+
+def _machines(rows: list[Row]) -> dict[str, tuple]:
+    """The machine that each thing was measured on: of the row above it."""
+    found: dict[str, tuple] = {}
+    machine: tuple = ()
+    for row in rows:
+        if isinstance(row, results.Machine):
+            machine = (row.cpu, row.isa, row.threads)
+        found[row.key] = machine
+    return found
+
+
+def _comparable(rows: list[Quality], machines: dict[str, tuple]) -> list[Quality]:
+    """The rows; those of one experiment on several machines without their speeds."""
+    places: dict[tuple, set] = {}
+    for row in rows:
+        places.setdefault(_experiment(row), set()).add(machines[row.key])
+    return [_without_speed(row) if len(places[_experiment(row)]) > 1 else row for row in rows]
+
+
+def _experiment(row: Quality) -> tuple:
+    return row.subject, row.size, row.length, row.steps, row.metric
+
+
+def _without_speed(row: Quality) -> Quality:
+    curve = [{key: x for key, x in point.items() if key != "seconds"} for point in row.curve]
+    return replace(row, seconds=None, tokens_per_second=None, curve=curve)
+
+
+def _recalled(row: Quality) -> tuple[int, int]:
+    """The place of a setting of recall among the others: by length and pairs."""
+    return (row.length, row.settings.get("pairs", 0)) if row.group == "recall" else (0, 0)
 
 
 def _cost(row: results.Shared) -> results.Cost:
@@ -142,13 +176,13 @@ def _experiments(rows: list[Quality]) -> list[Experiment]:
     together: dict[tuple, dict[str, Cell]] = {}
     firsts: dict[tuple, Quality] = {}
     for row in rows:
-        key = (row.subject, row.size, row.length, row.steps)
+        key = _experiment(row)
         firsts.setdefault(key, row)
         cell = together.setdefault(key, {}).setdefault(row.mixer, Cell(row.mixer, [], []))
         (cell.done if row.status == "done" else cell.undone).append(row)
     order = [*GROUPS, *(row.group for row in rows)]
     found = [Experiment(firsts[key], [cells[m] for m in looks(cells)]) for key, cells in together.items()]
-    return sorted(found, key=lambda e: order.index(e.row.group))
+    return sorted(found, key=lambda e: (order.index(e.row.group), _recalled(e.row)))
 
 
 @dataclass(frozen=True)

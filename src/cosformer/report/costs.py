@@ -121,12 +121,12 @@ class Contest:
         return b.ms / a.ms
 
     def outcome(self, length: int) -> str:
-        """ "3.1× faster than"."""
+        """ "3.1× as fast as"."""
         ratio = self.ratio(length)
         if ratio is None:
             return "as fast (the measured ranges overlap) as"
         busy = " (on a busy machine)" if self.ours[length].contended or self.theirs[length].contended else ""
-        return f"{times(max(ratio, 1 / ratio))} {'faster' if ratio > 1 else 'slower'}{busy} than"
+        return f"{times(ratio)} as fast{busy} as"
 
     def lost(self) -> list[str]:
         """The lengths at which softmax is faster."""

@@ -107,7 +107,10 @@ def recall(experiments: list[Experiment]) -> Figure | None:
             title, x = "accuracy, %", "pairs to remember"
             panels.append(Panel(id_, title, x, lines, heading, "x", reach=(0.0, 100.0)))
     title = "Accuracy against the number of pairs"
-    caption = "How many pairs of key and value each mixer remembers: every key is asked for once."
+    caption = "Accuracy by the number of pairs, at each length after the same number of steps. Every key is"
+    caption += (
+        " asked for once: with fewer pairs there are fewer answers to learn from, and more random tokens."
+    )
     return Figure("recall", title, caption + _seeds(asked), panels) if panels else None
 
 

@@ -55,7 +55,7 @@ def _quality(contests: list[Verdict]) -> list[str]:
     """The first task in words (the language model, if there is one), and one sentence about all."""
     said = [_in_words(v) for v in contests[:1]]
     parts = []
-    for outcome, words in (("better", "better in"), ("tie", "level in")):
+    for outcome, words in (("better", "better in"), ("tie", "not told apart in")):
         if found := [v for v in contests if v.outcome == outcome]:
             parts.append(f"{words} {len(found)} ({_listing(found, contests)})")
     if len(contests) > 1 and parts:

@@ -11,46 +11,53 @@ from .cells import TIE, Cell, Experiment, Measured, change, span
 from .style import NOTHING, count, digits, ident, looks, metric_name, name, percent, score, times
 from .table import Column, Entry, Lines, Table
 
-SHOWN = ("cosformer", "cosformer-hybrid", "cosformer-hybrid+rope", "cosformer-paper", "softmax+rope",
-         "softmax")  # fmt: skip
+BESIDE = ("cosformer-hybrid", "cosformer-paper")  # in the summary, beside cosFormer and the better softmax
+POSITIONS = {"softmax": "learned positions", "softmax+rope": "RoPE"}
 
 
 def verdicts(measured: Measured) -> Table | None:
     """The summary, task by task: the outcome, and the scores of the main mixers."""
     decided = [found for found in measured.verdicts if found.outcome != "not compared"]
     tried = [found.experiment for found in decided]
-    mixers = [m for m in SHOWN if any((cell := e.cell(m)) and cell.value for e in tried)]
+    beside = [m for m in BESIDE if any((cell := e.cell(m)) and cell.value for e in tried)]
     rows: Lines = []
     for e, found in zip(tried, decided):
         outcome = [Entry(found.outcome, badge=ident(found.outcome)), Entry(found.difference)]
-        rows.append((e.row.title, [*outcome, *_reached(e, mixers)]))
+        contest = [_short(found.ours), _short(found.theirs)]
+        others = [_short(e.cell(mixer)) for mixer in beside]
+        counts = dict.fromkeys(len(cell.done) for cell in (found.ours, found.theirs) if cell)
+        seeds = f"{' and '.join(map(str, counts))} seed{'s' if [*counts] != [1] else ''}"
+        metric = Entry(metric_name(e.row.metric), more=f"({seeds})")
+        rows.append((e.row.title, [*outcome, metric, *contest, *others]))
     note = (
         "cosFormer is the recommended configuration, cosFormer (paper) the published one. It is compared with"
-        " the better of softmax and softmax + RoPE. Tie: the ranges of the seeds overlap, or two accuracies"
-        " differ by less than two standard errors on so many test examples, or other values by less than"
-        f" {100 * TIE:g} %. Not learned: no mixer beats the most frequent answer by two standard errors."
-        " In brackets: the lowest and the highest seed, and what was published for the same protocol."
+        " the better of softmax with learned positions and softmax with RoPE. Tie: the ranges of the seeds"
+        " overlap, or two accuracies differ by less than two standard errors on so many test examples, or"
+        f" other values by less than {100 * TIE:g} %. Not learned: no mixer beats the most frequent answer by"
+        " two standard errors."
+        " Seeds: of cosFormer and softmax. In brackets: the lowest and the highest of several seeds, and what"
+        " was published for the same protocol."
     )
-    heads = ["cosFormer is", "difference", "metric", *map(name, mixers)]
+    heads = ["cosFormer is", "difference", "metric", name("cosformer"), "softmax", *map(name, beside)]
     columns = [Column(head, words=True) for head in heads]
     return Table("Task by task", "task", columns, {"": rows}, note) if rows else None
 
 
-def _reached(e: Experiment, mixers: list[str]) -> list[Entry]:
-    """The metric, and each mixer's score."""
-    entries = [Entry(metric_name(e.row.metric))]
-    for cell in map(e.cell, mixers):
-        remarks = cell.remarks if cell else ""
-        text = cell.text if cell and cell.value else NOTHING
-        entries.append(Entry(text, more=f"({remarks})" if remarks else ""))
-    return entries
+def _short(cell: Cell | None) -> Entry:
+    """A score with its remarks, and the positions of a softmax."""
+    if cell is None or not cell.value:
+        return Entry()
+    remarks = "; ".join(filter(None, [POSITIONS.get(cell.mixer, ""), cell.remarks]))
+    return Entry(cell.text, more=f"({remarks})" if remarks else "")
 
 
 def parts(experiments: list[Experiment]) -> Table:
     """Tasks down, mixers across: each task changes one part of the model for the mixers it concerns."""
     mixers = list(looks(cell.mixer for e in experiments for cell in e.cells))
     columns = [Column(head, words=True) for head in ("metric", *map(name, mixers))]
-    rows: Lines = [(e.row.title, _reached(e, mixers)) for e in experiments]
+    rows: Lines = []
+    for e in experiments:
+        rows.append((e.row.title, [Entry(metric_name(e.row.metric)), *(_short(e.cell(m)) for m in mixers)]))
     return Table("What each reached", "task", columns, {"": rows}, _notes(experiments))
 
 
@@ -66,9 +73,9 @@ EFFORT: list[Effort] = [
 ]
 
 
-def _effort(cell: Cell) -> list[Entry]:
+def _effort(cell: Cell, shown: list[Effort]) -> list[Entry]:
     entries = []
-    for _, read, write, best in EFFORT:
+    for _, read, write, best in shown:
         found = cell.over_seeds(read)
         mark = costs.CONTENDED if best and any(row.contended for row in cell.done) else ""
         entries.append(Entry(write(found.mean), found.mean, mark) if found else Entry())
@@ -100,19 +107,19 @@ def _own(e: Experiment) -> str:
     return "most" if e.row.greater_is_better else "least"
 
 
-def _notes(experiments: list[Experiment]) -> str:
+def _notes(experiments: list[Experiment], *, timed: bool = False) -> str:
     """How a table's values came about, and why some are missing."""
     cells = [cell for e in experiments for cell in e.cells]
     said = ["One seed: another one may change the order of close figures."]
     if any(e.seeds > 1 for e in experiments):
         said = ["Means over seeds, and their range from the lowest to the highest."]
     said += [f"{name(cell.mixer)}: {cell.why_not}." for cell in cells if not cell.value and cell.undone]
-    said += dict.fromkeys(f"{row.note}." for cell in cells for row in cell.done if row.note)
+    said += dict.fromkeys(f"{row.note.rstrip('.')}." for cell in cells for row in cell.done if row.note)
     if any(row.published is not None for cell in cells for row in cell.done):
         said.append("Published: what others reached by the same protocol.")
     if not all(cell.learned for cell in cells):
         said.append("Not learned: it does not beat the most frequent answer by two standard errors.")
-    if any(row.contended for cell in cells for row in cell.done):
+    if timed and any(row.contended for cell in cells for row in cell.done):
         said.append(costs.CONTENDED_NOTE)
     return " ".join(said)
 
@@ -123,13 +130,19 @@ def one_task(e: Experiment) -> Table:
     others = [m for m in metrics if m not in (e.row.metric, "tokens", "loss_per_token")]
     columns = [Column(metric_name(e.row.metric), "test", _own(e))]
     columns += [Column(metric_name(other), "test", _direction(other)) for other in others]
-    columns += [Column(head, "training", best) for head, _, _, best in EFFORT]
+    known = [row for cell in e.cells for row in cell.done]
+    shown = [effort for effort in EFFORT if any(effort[1](row) is not None for row in known)]
+    columns += [Column(head, "training", best) for head, _, _, best in shown]
+    timed = any(best for *_, best in shown)
+    note = _notes([e], timed=timed)
+    if known and not timed:
+        note += " Trained on different machines, whose speeds are not compared."
     body: Lines = []
     for cell in e.cells:
-        entries = [_score(cell), *(_other(metric, cell) for metric in others), *_effort(cell)]
+        entries = [_score(cell), *(_other(metric, cell) for metric in others), *_effort(cell, shown)]
         body.append((name(cell.mixer), entries))
     about = [e.row.data, e.row.size, f"length {e.row.length:,}"]
-    return Table(e.row.title, "mixer", columns, {"": body}, _notes([e]), " · ".join(about))
+    return Table(e.row.title, "mixer", columns, {"": body}, note, " · ".join(about))
 
 
 def overview(experiments: list[Experiment]) -> Table:

@@ -128,7 +128,7 @@ def _single(pairs: Rows, index: int) -> dict[str, Tensor]:
 def _hidden(sets: Mapping[str, Rows], *, copies: int, **hide: Any) -> dict[str, Any]:
     """A masked-lm task's own fields: its scores, and its sets with tokens hidden (packing.Masked)."""
     shrink = TokenScores(shift=False)
-    fields = scoring_fields(shrink, language_metrics, "loss_per_token", greater_is_better=False)
+    fields = scoring_fields(shrink, language_metrics, "perplexity", greater_is_better=False)
     for split, rows in sets.items():
         fields[split] = Masked(rows, copies=copies if split == "train" else 1, **hide)
     return fields
