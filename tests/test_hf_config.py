@@ -433,6 +433,9 @@ def test_fields_of_the_others_that_make_no_sense_are_refused():
         toy_config(hf.CosformerSeq2SeqModel, cross_horizon=50)
     with pytest.raises(ValueError, match="cross_horizon is 0; it must be greater than 0"):
         toy_config(hf.CosformerSeq2SeqModel, cross_mixer="cosformer-paper", cross_horizon=0)
+    options = {"cross_mixer": "cosformer-paper", "mixer_options": {"horizon": "length"}}
+    with pytest.raises(ValueError, match='mixer .* does not do the memory of a source: horizon="length"'):
+        toy_config(hf.CosformerSeq2SeqModel, mixer="cosformer-paper", **options)
 
 
 @headed

@@ -160,6 +160,35 @@ def test_left_padded_batch_equals_each_alone(kind, use_cache):
         assert torch.equal(batch[row, pad:], text(model, ids[row : row + 1, pad:])[0])
 
 
+@pytest.mark.parametrize(("mixer", "use_cache"), [("local", True), ("local", False), ("sparse", False)])
+def test_left_padding_that_would_move_a_pattern_is_refused(mixer, use_cache):
+    """Of rows padded on the right each is as it is alone."""
+    options = {"globals": 2, "window": 3} if mixer == "local" else {"stride": 4}
+    model, ids = decoder("gated", mixer=mixer, mixer_options=options), prompt(2)
+    keep = torch.ones_like(ids)
+    keep[1, :7] = 0
+    with pytest.raises(ValueError, match=f"begins with padding, but mixer '{mixer}'.* pad on the right"):
+        text(model, ids, keep, use_cache=use_cache)
+    keep = keep.flip(1)
+    assert_close = torch.testing.assert_close
+    assert_close(
+        model(ids, attention_mask=keep, use_cache=use_cache).logits[1, :13], model(ids[1:, :13]).logits[0]
+    )
+
+
+@pytest.mark.parametrize("name", ["attention_mask", "decoder_attention_mask"])
+def test_an_encoder_decoder_refuses_left_padding(name):
+    """Its positions count from the first place of a row. A row that is all padding stays allowed."""
+    model, ids = seq2seq(), prompt(3)
+    keep = torch.ones_like(ids)
+    keep[2] = 0
+    given = {"input_ids": ids, "decoder_input_ids": ids}
+    assert model(**given, **{name: keep}).logits[:2].isfinite().all()
+    keep[1, 0] = 0
+    with pytest.raises(ValueError, match=f"^{name} begins with padding.* pad on the right"):
+        model(**given, **{name: keep})
+
+
 @pytest.mark.parametrize("kind", FEW)
 def test_generate_finds_the_padding_and_what_is_cached_by_itself(kind):
     """It looks at the names of forward's arguments."""

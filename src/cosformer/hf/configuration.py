@@ -334,7 +334,7 @@ class CosformerSeq2SeqConfig(CosformerFields, BartConfig):
         heads = self.decoder_attention_heads
         for name in {self.cross_mixer_of(name) for name in self.layer_mixers}:
             mixer = self.mixer_of(name, heads=heads, size=self.d_model // heads, horizon=self.cross_horizon)
-            mixer.refuse(cross="attention to what the encoder wrote (cross_mixer)")
+            mixer.refuse(cross="attention to what the encoder wrote (cross_mixer)", absorbing=True)
 
     def cross_mixer_of(self, name: str) -> str:
         """What reads the source in a decoder layer with the mixer `name`: the same without positions, or a

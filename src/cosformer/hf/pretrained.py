@@ -65,6 +65,9 @@ def attend(
             f"{length} tokens reach past the horizon of {mixer.reach:g}; use shorter texts, or a model whose "
             "config.horizon is larger, or math.inf (no cosine)"
         )
+    if mixer.left_padding is not True and shard is None and length == x.shape[1]:
+        why = f"mixer {mixer.name!r} cannot tell it from text: {mixer.left_padding}"
+        check_beginnings("attention_mask", key_mask, why)
     if key_mask is not None and shard is None:
         key_mask = padding(key_mask[:, -x.shape[1] :])
     elif key_mask is not None:  # whether there is a mask must not depend on this process's part
@@ -157,6 +160,16 @@ def check_call(config, asked: dict, cache=None, **masks: Tensor | None) -> None:
         raise ValueError(
             f"past_key_values is of {len(cache.layers)} layers, and this model has "
             f"{len(config.layer_mixers)}; pass the cache that this model made"
+        )
+
+
+def check_beginnings(name: str, mask: Tensor | None, why: str) -> None:
+    """Raise if a row is padded on the left; on the CPU only, as reading from a device waits for it."""
+    if mask is None or not mask.is_cpu or torch.compiler.is_compiling() or not mask.shape[1]:
+        return
+    if bool((~mask[:, 0].bool() & mask.any(1)).any()):
+        raise ValueError(
+            f"{name} begins with padding, but {why}; pad on the right (tokenizer.padding_side = 'right')"
         )
 
 

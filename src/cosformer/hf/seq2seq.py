@@ -16,11 +16,14 @@ from .interface import padding, reaches
 from .pretrained import (
     CosformerPreTrained,
     attend,
+    check_beginnings,
     check_call,
     check_learned_positions,
     check_mask_length,
     new_interior,
 )
+
+PLACES = "the learned positions of an encoder-decoder count from the first place of a row"
 
 
 class CosformerSeq2SeqAttention(BartAttention):
@@ -91,6 +94,7 @@ class CosformerSeq2SeqEncoder(CosformerPreTrained, BartEncoder):
         check_call(self.config, kwargs, attention_mask=attention_mask)
         length = check_length(self.config, input_ids=input_ids, inputs_embeds=inputs_embeds)
         check_mask_length("attention_mask", attention_mask, length)
+        check_beginnings("attention_mask", attention_mask, PLACES)
         # Masks are passed by names of our own: BART's become L x L under tracing.
         return super().forward(input_ids, inputs_embeds=inputs_embeds, key_mask=attention_mask, **kwargs)
 
@@ -123,6 +127,7 @@ class CosformerSeq2SeqDecoder(CosformerPreTrained, BartDecoder):
         cached = 0 if own is None else own.get_seq_length()
         length = check_length(self.config, cached=cached, **given)
         check_mask_length("decoder_attention_mask", attention_mask, length, cached=cached)
+        check_beginnings("decoder_attention_mask", None if cached else attention_mask, PLACES)
         if encoder_hidden_states is not None:
             check_mask_length("attention_mask", encoder_attention_mask, encoder_hidden_states.shape[1])
         if use_cache is None:

@@ -60,6 +60,8 @@ class Mixer(nn.Module):
     cross: Admission = True  # keys of another sequence, of any length unless the class says otherwise
     streaming: Admission = "it keeps no decode state"
     sharding: Admission = "its tokens must all be in one process"  # sequences that several processes hold
+    absorbing: Admission = True  # a source once, for many reads
+    left_padding: Admission = True  # models refuse such rows where it would move the pattern
     rope: Admission = True  # rotary positions on q and k
     spe: Admission = True  # stochastic positional encoding of q and k
     unread: tuple[str, ...] = ()  # which of q and k it ignores
@@ -185,13 +187,15 @@ class Mixer(nn.Module):
 
     # What all mechanisms share
 
-    def refuse(self, *, causal: bool = False, cross: bool | str = False) -> None:
+    def refuse(self, *, causal: bool = False, cross: bool | str = False, absorbing: bool = False) -> None:
         """Raise ValueError with the reason if this mixer does not do what is asked.
 
         `cross` may be a phrase for the error.
         """
         if cross:
             self._admit("cross", cross if isinstance(cross, str) else "attention to another sequence")
+        if absorbing:
+            self._admit("absorbing", "the memory of a source")
         if causal:
             self._admit("causal", "causal attention")
         else:

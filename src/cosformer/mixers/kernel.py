@@ -82,9 +82,7 @@ class Kernel(Mixer):
         return linear_stream(self.phi(q), self.phi(k), v, state, **options)
 
     def absorb(self, k, v, *, key_mask=None):
-        self.refuse(cross=True)
-        if self.own_horizon:
-            raise ValueError(f"mixer {self.name!r} cannot absorb a source: {OWN_HORIZON}")
+        self.refuse(cross=True, absorbing=True)
         if self.positions is not None or self.rates(None, None) is not None:
             return super().absorb(k, v, key_mask=key_mask)  # what a key adds depends on the query
         k, v = masked(k, key_mask), masked(v, key_mask)
@@ -153,7 +151,7 @@ class Cosformer(Kernel):
         self.decay = Decay(decay, heads=self.heads, span=span, width=self.width, learn=learn_decay)
         self.own_horizon = self.horizon is None
         if self.own_horizon:
-            self.streaming = OWN_HORIZON
+            self.streaming = self.absorbing = OWN_HORIZON
         self.reads_input = self.decay.gated
         self.learned_positions = decay is None
         if decay is not None:  # the paper's operator stays as it was published

@@ -23,6 +23,9 @@ class Linformer(Mixer):
     """
 
     causal = "every projected key is a mixture of all positions, later ones too"
+    left_padding = (
+        "each position has its own column of the projections, counted from the first place of a row"
+    )
 
     def __init__(self, sizes: Sizes, *, rank: int | None = None):
         super().__init__(sizes)

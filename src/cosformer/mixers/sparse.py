@@ -19,6 +19,7 @@ from .contract import generator
 from .keys import extend
 
 ONE_SEQUENCE = "its pattern is laid out on the positions of one sequence"
+FROM_THE_FIRST = "its pattern is laid out from the first place of a row"
 
 
 @register("local")
@@ -39,6 +40,8 @@ class Local(Mixer):
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:
                 raise ValueError(f"{name} must be an int of 0 or more; got {count!r}")
         self.window, self.globals = window, globals
+        if globals:
+            self.left_padding = FROM_THE_FIRST
 
     def mix(self, q, k, v, *, x, causal, key_mask):
         L = q.shape[2]
@@ -85,6 +88,7 @@ class Sparse(Mixer):
     """
 
     cross = ONE_SEQUENCE
+    left_padding = FROM_THE_FIRST
 
     def __init__(
         self, sizes: Sizes, *, pattern: str = "fixed", stride: int | None = None, columns: int | None = None
@@ -143,6 +147,7 @@ class BigBird(Mixer):
 
     causal = "its global and random blocks look ahead; the paper uses it in encoders"
     cross = ONE_SEQUENCE
+    left_padding = FROM_THE_FIRST
     draw: Tensor
 
     def __init__(
