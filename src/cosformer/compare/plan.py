@@ -155,6 +155,10 @@ def full(root: str) -> list[Subject]:
     )
     return [
         bytes_,
+        dataclasses.replace(  # does who learns faster also end lower?
+            bytes_, name="wikitext2-lm-long", title="WikiText-2 language model, bytes, 5,000 steps", steps=5_000,
+            seeds=(0,),
+        ),
         dataclasses.replace(
             ablated, name="wikitext2-lm-conv", title="WikiText-2 bytes, with convolution and norms",
             fields={"short_conv": 4, "qk_norm": True}, only=("softmax+rope",),
