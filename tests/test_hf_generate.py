@@ -119,6 +119,14 @@ def test_bad_directories_are_named(tmp_path, directory, tokenizer, capsys):
     tokenizer.save_pretrained(tmp_path)
     (tmp_path / "config.json").write_text('{"model_type": "nonesuch"}')
     assert "nonesuch" in fails(capsys, "--model", str(tmp_path), "--prompt", "x")
+    (tmp_path / "config.json").write_text('{"model_type": "cosformer_encoder", "cosformer_format": 3}')
+    assert "a cosformer_encoder model cannot continue a text" in fails(
+        capsys, "--model", str(tmp_path), "--prompt", "x"
+    )
+    (tmp_path / "run" / "checkpoint-20").mkdir(parents=True)
+    assert f"its run is not finished; {tmp_path / 'run' / 'checkpoint-20'} is a model" in fails(
+        capsys, "--model", str(tmp_path / "run"), "--prompt", "x"
+    )
 
 
 def test_bad_arguments_are_named(directory, capsys):
@@ -129,6 +137,9 @@ def test_bad_arguments_are_named(directory, capsys):
     )
     assert "--temperature is -1.0" in fails(capsys, *there, "--prompt", "a", "--temperature", "-1")
     assert "--top-k is -3; it must be at least 1" in fails(capsys, *there, "--prompt", "a", "--top-k", "-3")
+    assert "--top-k is 3, but without a --temperature" in fails(
+        capsys, *there, "--prompt", "a", "--top-k", "3"
+    )
 
 
 def test_what_the_horizon_leaves_no_room_for_is_refused_before_decoding(directory, capsys):

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("transformers")
 
-from transformers import DynamicCache, StoppingCriteria, StoppingCriteriaList
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StoppingCriteria, StoppingCriteriaList
 from transformers.generation.streamers import BaseStreamer
 
 from cosformer.hf import (
@@ -16,10 +16,13 @@ from cosformer.hf import (
     CosformerForCausalLM,
     CosformerForConditionalGeneration,
     CosformerSeq2SeqConfig,
+    attach,
 )
 from cosformer.hf.cache import tensors
 
 VOCAB = 61
+SMALL = {"vocab_size": VOCAB, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+         "num_attention_heads": 4}  # fmt: skip
 PLAIN = {"do_sample": False, "pad_token_id": 0, "eos_token_id": None, "forced_eos_token_id": None}
 MIXED = ["linear_attention", "full_attention", "linear_attention"]
 ALL_THREE = ["linear_attention", "sliding_attention", "full_attention"]
@@ -174,6 +177,41 @@ def test_left_padding_that_would_move_a_pattern_is_refused(mixer, use_cache):
     assert_close(
         model(ids, attention_mask=keep, use_cache=use_cache).logits[1, :13], model(ids[1:, :13]).logits[0]
     )
+
+
+@pytest.mark.parametrize("mixer", ["performer+rope", "performer+sine_spe", "rfa+sine_spe"])
+def test_left_padding_that_would_move_a_draw_is_refused(mixer):
+    """Rotation alone tells distances only, so softmax+rope takes it."""
+    ids = prompt(2)
+    keep = torch.ones_like(ids)
+    keep[1, :7] = 0
+    with pytest.raises(ValueError, match="its draws and .* are of places counted from the first of a row"):
+        decoder("gated", mixer=mixer)(ids, attention_mask=keep)
+    model = decoder("gated", mixer="softmax+rope")
+    alone = model(ids[1:, 7:]).logits[0]
+    torch.testing.assert_close(model(ids, attention_mask=keep).logits[1, 7:], alone, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("chunk", [2, 7])
+def test_left_padding_is_found_behind_a_chunk_of_padding(chunk):
+    model, ids = decoder("gated", mixer="local", mixer_options={"globals": 2, "window": 3}), prompt(2)
+    keep = torch.ones_like(ids)
+    keep[1, :7] = 0
+    with pytest.raises(ValueError, match="begins with padding"):
+        text(model, ids, keep, prefill_chunk_size=chunk)
+    attached = attach(LlamaForCausalLM(LlamaConfig(**SMALL)).eval(), "local", globals=2, window=3)
+    with pytest.raises(ValueError, match="begins with padding"):
+        attached(ids, attention_mask=keep, use_cache=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_chunks_without_tokens_change_nothing(kind):
+    """At the beginning, in the middle, and before single tokens."""
+    model, ids = decoder(kind), prompt(2)
+    cache = model.new_cache()
+    with torch.no_grad():
+        parts = [model(x, past_key_values=cache).logits for x in ids.split([0, 1, 4, 0, 1, 0, 14], 1)]
+        torch.testing.assert_close(torch.cat(parts, 1), model(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["attention_mask", "decoder_attention_mask"])

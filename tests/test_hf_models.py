@@ -252,6 +252,40 @@ def test_boundaries_of_packed_rows_may_be_given():
     torch.testing.assert_close(model(x, cu_seq_lens_q=cu, use_cache=False).logits, want)
     with pytest.raises(ValueError, match="use_cache=True with packed sequences"):
         model(x, position_ids=PACKED[:1], use_cache=True)
+    for beside in ({"attention_mask": torch.ones_like(x)}, {"past_key_values": model.new_cache()}):
+        with pytest.raises(ValueError, match=f"cu_seq_lens_q marks packed .* leave {next(iter(beside))} out"):
+            model(x, cu_seq_lens_q=cu, **beside)
+    with pytest.raises(ValueError, match="position_ids mark packed sequences, and a cache holds one"):
+        model(x, position_ids=PACKED[:1], past_key_values=model.new_cache())
+
+
+@pytest.mark.parametrize("kind", [CAUSAL, MASKED], ids=lambda c: c.__name__)
+def test_learned_positions_follow_the_boundaries(kind):
+    model, x = toy_model(kind, positions="learned").double(), token_ids()
+    cu = torch.tensor([0, 7, 17, 20, 21, 34], dtype=torch.int32)
+    wanted = model(x, position_ids=PACKED, use_cache=False).logits
+    torch.testing.assert_close(model(x, cu_seq_lens_q=cu, use_cache=False).logits, wanted)
+
+
+@pytest.mark.parametrize("kind", [CAUSAL, MASKED], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("length", [20, 100])
+def test_a_mask_of_other_rows_is_refused(kind, length):
+    model, x = toy_model(kind, max_position_embeddings=128), token_ids(2, length)
+    mask = torch.ones(1, length)
+    mask[:, length // 2 :] = 0
+    for rows, given in ((x, mask), (x[:1], mask.expand(2, -1))):
+        with pytest.raises(ValueError, match=f"attention_mask must have {len(rows)} rows"):
+            model(rows, attention_mask=given)
+
+
+def test_a_horizon_of_the_calls_own_length_does_not_depend_on_packing():
+    options = {"mixer": "cosformer-paper", "mixer_options": {"horizon": "length"}}
+    model, x = toy_model(MASKED, max_position_embeddings=128, **options), token_ids(2, 100)
+    keep = torch.arange(100) < torch.tensor([[100], [70]])
+    alone, states = (
+        model(x, attention_mask=keep, output_hidden_states=more).logits for more in (False, True)
+    )
+    torch.testing.assert_close(alone[keep], states[keep])
 
 
 # Positions

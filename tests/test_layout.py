@@ -54,7 +54,7 @@ ORDER = {
     "mixers": ["blocks keys", "contract", "positions", "kernel lowrank lsh polynomial random softmax sparse"],
     "hf": [
         "labels",
-        "cache loss parallel pooling rows saved sizes",
+        "cache checks loss parallel pooling reach rows saved sizes",
         "interface",
         "configuration pretrained",
         "int8",

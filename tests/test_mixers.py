@@ -94,6 +94,16 @@ def test_dtype_is_kept_and_rounding_is_small(name, options, dtype):
 
 
 @every
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast(name, options, dtype):
+    mixer = build(name, options).float()
+    given = {n: t.float() for n, t in inputs(mixer, 20).items()}
+    for causal in modes(mixer):
+        with torch.autocast("cpu", dtype):
+            assert mixer(**given, causal=causal).isfinite().all()
+
+
+@every
 def test_grouped_heads_are_repeated_heads(name, options):
     mixer = build(name, options)
     for causal in modes(mixer):

@@ -1,5 +1,6 @@
 """What mixers claim to be, against their definitions written out: quadratic, or as a recurrence."""
 
+import copy
 import math
 
 import pytest
@@ -230,6 +231,17 @@ def test_nystrom_is_its_definition_and_its_convolution():
     near = F.pad(v, (0, 0, 1, 1))
     conv = sum(w[:, t, None, None] * near[:, :, t : t + 20] for t in range(3))
     assert_close(mixer(q, k, v), left @ torch.linalg.pinv(middle) @ (right @ v) + conv, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("length", [46, 62, 256])
+def test_gradients_of_nystroms_convolution_in_float32(length):
+    """oneDNN's are wrong at these lengths along the last axis but one."""
+    exact, given = toy_mixer("nystrom"), qkv(length)
+    mixer = copy.deepcopy(exact).float()
+    up = torch.randn_like(given[0])
+    (wanted,) = torch.autograd.grad(exact(*given), exact.conv.weight, up)
+    (found,) = torch.autograd.grad(mixer(*(t.float() for t in given)), mixer.conv.weight, up.float())
+    assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
 
 
 # polynomial

@@ -513,6 +513,47 @@ def test_folders(tmp_path):
         build("lm", data=tmp_path / "mixed")
 
 
+def numbered(path: Path, first: int, last: int) -> None:
+    path.parent.mkdir(exist_ok=True)
+    rows = (f"text {i} of {'no' if i % 2 else 'yes'},{i % 2}" for i in range(first, last))
+    path.write_text("\n".join(["text,label", *rows]))
+
+
+def test_a_table_called_test_is_never_trained_on(tmp_path):
+    """Where none is called train the others are; a title that only mentions a split is no set."""
+    numbered(tmp_path / "alone/test.csv", 0, 40)
+    for name in ("classify", "lm"):
+        with pytest.raises(
+            DataError, match="alone: nothing is for training, only for test; name a file train"
+        ):
+            build(name, data=tmp_path / "alone")
+    numbered(tmp_path / "two/test.csv", 0, 40)
+    numbered(tmp_path / "two/reviews.csv", 40, 240)
+    task = build("classify", data=tmp_path / "two")
+    assert (len(task.train), len(task.validation), len(task.test)) == (180, 20, 40)
+    numbered(tmp_path / "titles/the-test-of-time.csv", 0, 100)
+    assert len(build("classify", data=tmp_path / "titles").test) == 10
+
+
+@pytest.mark.parametrize("split", ["test", "validation", "train"])
+def test_data_to_be_scored_is_of_one_split(tmp_path, split):
+    """With `whole` a table without sets is all of that split; sets with names keep theirs."""
+    numbered(tmp_path / "d/rows.csv", 0, 30)
+    vocabulary = {"tokenizer": "bytes", "whole": split}
+    task = build("classify", data=tmp_path / "d", labels=["0", "1"], **vocabulary)
+    assert len(getattr(task, split)) == 30 and task.max_length >= 16
+    assert all(not len(getattr(task, other)) for other in {"train", "test"} - {split})
+    pairs = put(tmp_path, "pairs.tsv", b"source\ttarget\n" + b"a b\tc d e\n" * 3)
+    assert len(getattr(build("seq2seq", data=pairs, **vocabulary), split)) == 3
+    text = put(tmp_path, "short.txt", b"one line\n")
+    assert len(getattr(build("lm", data=text, **vocabulary), split)) == 1
+    numbered(tmp_path / "d/test.csv", 30, 40)
+    numbered(tmp_path / "d/train.csv", 40, 140)
+    assert len(build("classify", data=tmp_path / "d", **vocabulary | {"whole": "test"}).test) == 10
+    with pytest.raises(ValueError, match="whole is 'all'; one of train, validation, test, or None"):
+        build("lm", data=text, whole="all")
+
+
 def test_a_long_field_is_no_error(tmp_path):
     path = put(tmp_path, "a.csv", b"text,label\n" + b"x" * 300_000 + b",1\n")
     assert len(next(rows(path, bad=BadRows())).fields["text"]) == 300_000

@@ -195,12 +195,46 @@ def test_a_classifier_is_not_scored_on_other_labels(capsys):
     table("three.csv", "neg", "neutral", "pos")
     table("other.csv", "bad", "good")
     go(run_of("classify", task_settings={"data": "two.csv", "length": 16, "holdout": 0.2}))
-    for data, labels in (("three.csv", "neg, neutral, pos"), ("other.csv", "bad, good")):
-        told = f"run tells neg, pos apart; the data has {labels}. If it is a part of them, name them all"
+    for data, line, label in (("three.csv", 3, "'neutral'"), ("other.csv", 2, "'bad'")):
         found = complaint(capsys, cli.evaluate_verb, "run", "--data", data)
-        assert f"{told}: --set task.labels=neg,pos\n" in found
-    cli.evaluate_verb(["run", "--data", "two.csv", "--set", "task.labels=neg,pos"])
-    assert "accuracy" in capsys.readouterr().out
+        assert f"{data}:{line}: label {label} is not one of neg, pos\n" in found
+    table("one.csv", "pos")
+    for data, examples in (("one.csv", 40), ("two.csv", 8)):  # all of other data, the test set of its own
+        capsys.readouterr()
+        cli.evaluate_verb(["run", "--data", data, "--json"])
+        assert json.loads(capsys.readouterr().out)["examples"] == examples
+
+
+def test_what_a_model_refuses_in_its_first_step_leaves_the_folder_free(capsys):
+    argv = ["copy", "--size", "toy", "--out", "run", "--max_steps", "2", "--length", "16", "--set"]
+    argv += ["task.examples=64,8,8", "--mixer", "cosformer-paper", "--set"]
+    told = complaint(capsys, cli.train_verb, *argv, "model.horizon=4")
+    assert "horizon is 4, but positions can lie" in told or "past the horizon of 4" in told
+    assert not {"run.json", "resolved.json", "metrics.jsonl"} & {path.name for path in Path("run").iterdir()}
+    cli.train_verb([*argv, "model.horizon=64"])
+
+
+def test_an_unfinished_run_names_its_checkpoint(capsys):
+    go(run_of(training={"max_steps": 2, "eval_steps": 1}))
+    Path("run/config.json").unlink()
+    assert "its run is not finished, but run/checkpoint-2 is a model" in complaint(
+        capsys, cli.evaluate_verb, "run"
+    )
+
+
+def test_a_model_without_positions_goes_on_with_longer_texts(capsys):
+    """Unless told otherwise the length stays; learned positions end where they end."""
+    Path("text.txt").write_text("once upon a time there was a fox\n" * 200)
+    common = ["lm", "--data", "text.txt", "--tokenizer", "bytes", "--max_steps", "1", "--size", "toy"]
+    cli.train_verb([*common, "--length", "32", "--out", "short"])
+    cli.train_verb([*common, "--length", "64", "--start", "short", "--out", "long"])
+    assert json.loads(Path("long/resolved.json").read_text())["task"]["length"] == 64
+    cli.train_verb([*common, "--start", "short", "--out", "same"])
+    assert json.loads(Path("same/resolved.json").read_text())["task"]["length"] == 32
+    learned = [*common, "--mixer", "cosformer-paper"]
+    cli.train_verb([*learned, "--length", "32", "--out", "learned"])
+    told = complaint(capsys, cli.train_verb, *learned, "--length", "64", "--start", "learned", "--out", "x")
+    assert "learned reads at most 32 tokens; --length 64 is more" in told
 
 
 def test_texts_that_are_cut_are_counted(capsys):

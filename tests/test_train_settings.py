@@ -109,6 +109,12 @@ def test_what_cannot_be_ends_in_one_line(argv, why, capsys):
         ("[task]\nname = 'copy'\n[train]\nmax_steps = 2.5", "max_steps is 2.5; it must be int"),
         ("mixer = 3\n[task]\nname = 'copy'", "mixer is 3; it must be str"),
         ("[task]\nname = 'copy'\nlenght = 3", "task 'copy' has no setting 'lenght'"),
+        ("[task]\nname = 'copy'\n[train]\nlearning_rate = -1", "learning_rate is -1; it must be at least 0"),
+        ("[task]\nname = 'copy'\n[train]\nadam_beta1 = 1", "adam_beta1 is 1; it must be at least 0 and less"),
+        (
+            "[task]\nname = 'copy'\n[pretrain]\nper_device_train_batch_size = 0",
+            "per_device_train_batch_size is 0; it must be at least 1",
+        ),
         ("[task", "recipe r.toml: "),
     ],
 )

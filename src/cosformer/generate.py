@@ -1,13 +1,12 @@
 """cosformer generate: continue a prompt with a saved model, word by word on the terminal."""
 
 import argparse
-import math
 import sys
 from pathlib import Path
 
 from .seal import damage
 
-DEFAULT_NEW_TOKENS = 100
+DEFAULT_NEW_TOKENS, DEFAULT_TOP_K = 100, 50
 
 
 def load(directory: str | Path):
@@ -29,6 +28,8 @@ def load(directory: str | Path):
     }
     for what, patterns in needed.items():
         if not any(path for pattern in patterns for path in directory.glob(pattern)):
+            if saved := sorted(directory.glob("checkpoint-*"), key=lambda path: path.stat().st_mtime):
+                raise SystemExit(f"--model {directory}: its run is not finished; {saved[-1]} is a model")
             files = ", ".join(patterns)
             raise SystemExit(f"--model {directory}: no {what} in it ({files}); save_pretrained writes it")
     if (fault := damage(directory, model=True)) is not None:
@@ -36,6 +37,8 @@ def load(directory: str | Path):
     try:
         config = AutoConfig.from_pretrained(directory, local_files_only=True)
         auto = AutoModelForSeq2SeqLM if config.is_encoder_decoder else AutoModelForCausalLM
+        if type(config) not in auto._model_mapping:
+            raise ValueError(f"a {config.model_type} model cannot continue a text")
         # A saved config does not name its attention; a foreign one with cosFormer options used ours.
         foreign = getattr(config, "cosformer", None) is not None
         attention = {"attn_implementation": "cosformer"} if foreign else {}
@@ -46,30 +49,17 @@ def load(directory: str | Path):
     return model.eval(), tokenizer
 
 
-def most_tokens(config) -> float:
-    """The most tokens a model can read, given its horizon and its learned positions."""
-    from .hf.interface import max_positions
-
-    if config.model_type.startswith("cosformer"):
-        heads, learned = config.num_attention_heads, config.positions == "learned"
-        made = [config.mixer_of(name, heads=heads, size=2) for name in dict.fromkeys(config.layer_mixers)]
-        horizon = min(mixer.reach for mixer in made)
-    else:  # a foreign architecture, which checks softmax's limit itself
-        options = getattr(config, "cosformer", None)
-        given = math.inf if options is None else options.get("horizon")
-        learned = given is None  # it may have learned positions
-        horizon = max_positions(config) if given is None else given
-    reach = horizon if horizon == math.inf else int(horizon) + 1  # the ends may lie a horizon apart
-    return min(reach, max_positions(config)) if learned else reach
-
-
 def tokens_left(config, *, prompt: int) -> float:
     """How many tokens fit after a prompt; the last is never read. An encoder-decoder starts from one."""
+    from .hf.reach import most_tokens
+
     return most_tokens(config) + 1 - (1 if config.is_encoder_decoder else prompt)
 
 
 def new_tokens(config, *, prompt: int, asked: int | None) -> int:
     """The number of tokens to write; SystemExit if there is no room for `asked`."""
+    from .hf.reach import most_tokens
+
     most, left = most_tokens(config), tokens_left(config, prompt=prompt)
     if left < 1:
         told = f"--prompt has {prompt} tokens, but this model reads at most {most}"
@@ -89,11 +79,12 @@ def parser() -> argparse.ArgumentParser:
     # fmt: off
     add("--model", required=True, metavar="DIR", help="written by save_pretrained, with a tokenizer")
     add("--prompt", required=True, help="the text to continue, or - to read it from standard input")
-    add("--max-new-tokens", type=int,
+    add("--max-new-tokens", "--max_new_tokens", type=int,
         help=f"default: {DEFAULT_NEW_TOKENS}, or fewer where the model's horizon leaves less room")
     add("--temperature", type=float, default=0.0,
         help="0, the default, takes the likeliest token; higher is more varied")
-    add("--top-k", type=int, default=50, help="sample among so many (with --temperature; default: 50)")
+    add("--top-k", "--top_k", type=int,
+        help=f"sample among so many (with --temperature; default: {DEFAULT_TOP_K})")
     add("--seed", type=int, default=0, help="decides the sample (with --temperature; default: 0)")
     add("--weights", choices=["bfloat16", "int8"],
         help="round them to read fewer bytes a token (default: as they were saved)")
@@ -108,8 +99,10 @@ def main(argv: list[str]) -> None:
         p.error(f"--max-new-tokens is {given.max_new_tokens}; it must be at least 1")
     if given.temperature < 0:
         p.error(f"--temperature is {given.temperature}; it must be 0 or more")
-    if given.top_k < 1:
+    if given.top_k is not None and given.top_k < 1:
         p.error(f"--top-k is {given.top_k}; it must be at least 1")
+    if given.top_k is not None and not given.temperature:
+        p.error(f"--top-k is {given.top_k}, but without a --temperature the likeliest token is taken")
     prompt = sys.stdin.read() if given.prompt == "-" else given.prompt
     if not prompt:
         p.error("--prompt is empty; there is nothing to continue")
@@ -130,7 +123,7 @@ def main(argv: list[str]) -> None:
     fitting = new_tokens(model.config, prompt=inputs.input_ids.shape[1], asked=given.max_new_tokens)
     options = {"max_new_tokens": fitting, "do_sample": given.temperature > 0}
     if given.temperature > 0:
-        options |= {"temperature": given.temperature, "top_k": given.top_k}
+        options |= {"temperature": given.temperature, "top_k": given.top_k or DEFAULT_TOP_K}
     try:
         streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
         model.generate(**inputs, streamer=streamer, **options)

@@ -131,7 +131,7 @@ class Interior(nn.Module):
 
     def forward(self, tokens: Tokens, *, causal: bool, cu_seqlens: Tensor | None = None) -> Tensor:
         """Whole sequences; cu_seqlens are the boundaries of packed ones, with batch rows laid end to end."""
-        rows = len(tokens.x)
+        rows = tokens.x.shape[0]
         if cu_seqlens is not None:
             tokens = tokens.each(lambda t: t.flatten(0, 1).unsqueeze(0))
         x, mask = tokens.x, tokens.key_mask

@@ -141,7 +141,7 @@ def in_words(subjects: list[Subject], given: argparse.Namespace) -> str:
     for subject in subjects:
         mixers, seeds = len(subject.mixers(given.mixers)), len(given.seeds or subject.seeds)
         steps = given.steps or subject.steps
-        how = f"{mixers} mixers" + (f" x {seeds} seeds" if seeds > 1 else "")
+        how = f"{mixers} mixer{'s' * (mixers > 1)}" + (f" x {seeds} seeds" if seeds > 1 else "")
         how += f" x {steps:,} steps" if steps else ""
         how += f", the best of {len(subject.rates)} rates" if len(subject.rates) > 1 else ""
         lines.append(f"  {subject.name:<18} {how}: {subject.title}")

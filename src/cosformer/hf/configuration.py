@@ -4,10 +4,8 @@ The comments beside our fields are short; docs/hugging-face.md has a table of wh
 """
 
 import sys
-import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
-from types import NoneType, UnionType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -15,6 +13,7 @@ from transformers import BartConfig, LlamaConfig
 from transformers.activations import ACT2FN
 
 from .. import mixers
+from .checks import check_count, check_shared, check_spelling, wanted
 from .loss import LOSSES
 from .pooling import POOLINGS
 from .saved import BY_LAYER, changed
@@ -23,31 +22,6 @@ FORMAT = 3  # of saved models: their fields and the names of their weights
 POSITIONS = ("learned", "none", None)
 WINDOWED = "sliding_attention"
 BY_TYPE = {"full_attention": "softmax", WINDOWED: "local"}  # the mixer of a layer of that type
-PLAIN = (bool, int, float, str, dict, NoneType)
-
-
-def wanted(value: Any, hint: Any) -> str | None:
-    """What a field with this type hint accepts, if not the value; only plain types are looked at."""
-    kinds = typing.get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    if not all(kind in PLAIN for kind in kinds):
-        return None
-    accepted = (*kinds, int) if float in kinds else kinds
-    is_flag = isinstance(value, bool) and bool not in kinds  # bool is an int to Python
-    if isinstance(value, accepted) and not is_flag:
-        return None
-    return " or ".join("None" if kind is NoneType else kind.__name__ for kind in kinds)
-
-
-def check_heads(name: str, heads: int) -> None:
-    if heads < 1:
-        raise ValueError(f"{name} is {heads}; it must be at least 1")
-
-
-def check_shared(name: str, heads: int, shared: str, width: int, choice: str = "") -> None:
-    """Check that so many heads can share a width evenly."""
-    if width % heads:
-        told = f"{shared} is {width}, which {heads} heads cannot share evenly"
-        raise ValueError(f"{told}; choose a multiple of {name}{choice}")
 
 
 @dataclass(kw_only=True)
@@ -98,10 +72,12 @@ class CosformerFields:
             known.setdefault(self.model_type, ["q_proj", "v_proj"])
         return super().to_dict()  # type: ignore[misc]
 
-    def check_kinds(self) -> None:
-        """Check the types of our fields: transformers checks only an architecture's own."""
+    def check_kinds(self, others: Iterable[str]) -> None:
+        """Check the types of our fields, and the names of `others`: transformers checks only its own."""
         ours = [cls for cls in type(self).__mro__ if cls.__module__ == __name__]
-        for name, hint in (item for cls in ours for item in cls.__annotations__.items()):
+        hints = {name: hint for cls in ours for name, hint in cls.__annotations__.items()}
+        check_spelling(type(self).__name__, others, hints)
+        for name, hint in hints.items():
             if asked := wanted(getattr(self, name, None), hint):
                 raise TypeError(f"{name} must be {asked}; got {getattr(self, name)!r}")
         if self.short_conv is not None and (self.short_conv < 0 or self.short_conv == 1):
@@ -238,7 +214,7 @@ class StackFields(CosformerFields):
         hidden_act: str
 
     def __post_init__(self, **kwargs):
-        self.check_kinds()
+        self.check_kinds(kwargs)
         self._check_sizes()
         self.settle(layers=self.num_hidden_layers, heads=self.num_attention_heads)
         if self.loss not in LOSSES or self.loss_samples < 1:
@@ -249,7 +225,8 @@ class StackFields(CosformerFields):
     def _check_sizes(self) -> None:
         """Llama's own checks come too late, and leave some of this to its layers."""
         heads, groups = self.num_attention_heads, self.num_key_value_heads
-        check_heads("num_attention_heads", heads)
+        check_count("num_hidden_layers", self.num_hidden_layers, least=0)
+        check_count("num_attention_heads", heads)
         if self.head_dim is None:
             check_shared("num_attention_heads", heads, "hidden_size", self.hidden_size, ", or give head_dim")
         if groups is not None and (groups < 1 or heads % groups):
@@ -300,12 +277,13 @@ class CosformerSeq2SeqConfig(CosformerFields, BartConfig):
     cross_horizon: int | float | None = None  # of what reads the source; None: `horizon`
 
     def __post_init__(self, **kwargs):
-        self.check_kinds()
+        self.check_kinds(kwargs)
         if self.encoder_mixer is None:
             self.encoder_mixer = self.mixer  # as given: `settle` may expand it for the decoder
         for part in ("encoder", "decoder"):
             name = f"{part}_attention_heads"
-            check_heads(name, getattr(self, name))
+            check_count(name, getattr(self, name))
+            check_count(f"{part}_layers", getattr(self, f"{part}_layers"), least=0)
             check_shared(name, getattr(self, name), "d_model", self.d_model)
         self.encoder_layer_mixers = mixers.layers(self.encoder_mixer, self.encoder_layers)
         if self.cross_horizon is not None:

@@ -33,6 +33,8 @@ from ..decay import Decay, DecaySpec, span_of
 from ..ops import linear_attention
 from ..ops.checks import horizon_list
 from .parallel import refuse_others
+from .reach import check_reach, max_positions
+from .rows import check_beginnings, no_left_padding
 
 OPTIONS = ("horizon", "decay")
 REFUSED = {  # keyword: what it asks for
@@ -140,6 +142,9 @@ def by_mixer(
         raise ValueError(
             f"mixer {name!r} keeps no cache in this architecture; call the model with use_cache=False"
         )
+    if mixer.left_padding is not True:
+        tokens = k.shape[2]
+        check_beginnings("attention_mask", key_mask, tokens, tokens, why=no_left_padding(mixer))
     return mixer(q, k, v, causal=causal, key_mask=key_mask)
 
 
@@ -302,38 +307,3 @@ def self_options(config, *, heads: int, device: torch.device) -> dict:
 @torch.inference_mode(False)
 def _rates(spec: DecaySpec, heads: int, span: float, device: torch.device) -> Tensor | None:
     return Decay(spec, heads=heads, span=span, width=1).to(device).rates()
-
-
-def check_reach(tokens: int, horizon, *, causal: bool) -> None:
-    """Raise where the operator would, but say where a model's horizon is set.
-
-    Invalid horizons are left to the operator.
-    """
-    if isinstance(horizon, int | float) and horizon > 0 and not reaches(tokens, horizon, causal=causal):
-        raise ValueError(
-            f"{tokens} tokens reach past the horizon of {horizon:g}; use shorter texts, or set a larger "
-            f"horizon: config.cosformer = {{'horizon': {tokens}}} (math.inf drops the cosine; "
-            "by default, the maximum positions)"
-        )
-
-
-def reaches(tokens: int, horizon: float, *, causal: bool) -> bool:
-    """Whether the first and last of `tokens` tokens lie within the horizon.
-
-    A key exactly at the horizon may only be behind its query.
-    """
-    return tokens - 1 <= horizon if causal else tokens - 1 < horizon
-
-
-def max_positions(config) -> int:
-    """How many positions an architecture has."""
-    if positions := getattr(config, "max_position_embeddings", None):
-        return positions
-    if hasattr(config, "image_size") and hasattr(config, "patch_size"):
-        sizes = (s if isinstance(s, list | tuple) else (s, s) for s in (config.image_size, config.patch_size))
-        patches = math.prod(image // patch for image, patch in zip(*sizes, strict=True))
-        return patches + 1  # and the class token
-    raise ValueError(
-        f"{type(config).__name__} does not say how many positions it has; "
-        "set it: config.cosformer = {'horizon': ...}"
-    )

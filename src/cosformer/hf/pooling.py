@@ -73,7 +73,7 @@ class Pooling(nn.Module):
         keep = mask.bool().unsqueeze(-1)
         if self.kind == "first":
             first = keep.int().argmax(1, keepdim=True).expand(-1, 1, hidden.shape[2])
-            return hidden.gather(1, first).squeeze(1)
+            return hidden.gather(1, first).squeeze(1).masked_fill(~keep.any(1), 0)
         if self.score is not None:
             return attended(hidden, self.score(hidden), keep, group)
         if self.kind == "max":

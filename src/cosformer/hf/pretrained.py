@@ -12,8 +12,10 @@ from ..decay import Decay, Gate
 from ..layer import Interior, ShortConvolution, Tokens
 from ..ops.shard import Shard
 from .cache import CosformerCache
-from .interface import padding, reaches
+from .interface import padding
 from .parallel import refuse_others
+from .reach import reaches
+from .rows import check_beginnings, no_left_padding
 
 Base: Any = object  # a mixin for an architecture's PreTrainedModel, whose methods it extends
 
@@ -65,9 +67,8 @@ def attend(
             f"{length} tokens reach past the horizon of {mixer.reach:g}; use shorter texts, or a model whose "
             "config.horizon is larger, or math.inf (no cosine)"
         )
-    if mixer.left_padding is not True and shard is None and length == x.shape[1]:
-        why = f"mixer {mixer.name!r} cannot tell it from text: {mixer.left_padding}"
-        check_beginnings("attention_mask", key_mask, why)
+    if mixer.left_padding is not True and shard is None:
+        check_beginnings("attention_mask", key_mask, length, x.shape[1], why=no_left_padding(mixer))
     if key_mask is not None and shard is None:
         key_mask = padding(key_mask[:, -x.shape[1] :])
     elif key_mask is not None:  # whether there is a mask must not depend on this process's part
@@ -163,21 +164,15 @@ def check_call(config, asked: dict, cache=None, **masks: Tensor | None) -> None:
         )
 
 
-def check_beginnings(name: str, mask: Tensor | None, why: str) -> None:
-    """Raise if a row is padded on the left; on the CPU only, as reading from a device waits for it."""
-    if mask is None or not mask.is_cpu or torch.compiler.is_compiling() or not mask.shape[1]:
-        return
-    if bool((~mask[:, 0].bool() & mask.any(1)).any()):
-        raise ValueError(
-            f"{name} begins with padding, but {why}; pad on the right (tokenizer.padding_side = 'right')"
-        )
-
-
-def check_mask_length(name: str, mask: Tensor | None, length: int, *, cached: int = 0) -> None:
+def check_mask_shape(name: str, mask: Tensor | None, rows: int, length: int, *, cached: int = 0) -> None:
     """Raise unless a mask is of these tokens, with or without those in the cache."""
-    if mask is not None and mask.shape[1] not in (cached + length, length):
+    if mask is None:
+        return
+    if mask.shape[1] not in (cached + length, length):
         seen = f", {cached} of them in the cache, or {length}" if cached else ""
         raise ValueError(
             f"{name} must have the length {cached + length}, one for each token{seen}; "
             f"got {tuple(mask.shape)}"
         )
+    if mask.shape[0] != rows:
+        raise ValueError(f"{name} must have {rows} rows, as the tokens have; got {tuple(mask.shape)}")

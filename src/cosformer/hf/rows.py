@@ -61,6 +61,35 @@ def unpadded(mask: Tensor, length: int, seen: int, shard: Shard | None) -> Tenso
     return (before + mask.cumsum(1) - 1).clamp_min(0)[:, -length:]
 
 
+def check_beginnings(name: str, mask: Tensor | None, length: int, new: int, *, why: str) -> None:
+    """Raise if a row of `length` tokens, the last of them `new`, begins with padding.
+
+    A mask of only the new tokens does not tell how a row began. Looked for on the CPU only, and not in a
+    graph: reading from a device waits for it.
+    """
+    if mask is None or mask.shape[1] != length or not (length and new and mask.is_cpu):
+        return
+    if torch.compiler.is_compiling():
+        return
+    keep = mask.bool()
+    if bool((~keep[:, 0] & keep[:, -new:].any(1)).any()):
+        raise ValueError(
+            f"{name} begins with padding, but {why}; pad on the right (tokenizer.padding_side = 'right')"
+        )
+
+
+def no_left_padding(mixer: Any) -> str:
+    """Why rows of this mixer must not be padded on the left."""
+    return f"mixer {mixer.name!r} cannot tell it from text: {mixer.left_padding}"
+
+
+def places_of(boundaries: Tensor, shape: torch.Size) -> Tensor:
+    """The position of each token of packed sequences in its own, of shape (B, L)."""
+    at = torch.arange(shape[0] * shape[1], device=boundaries.device)
+    number = torch.bucketize(at, boundaries[1:-1].contiguous(), right=True)
+    return (at - boundaries[number]).view(shape[:2])
+
+
 def packed_boundaries(position_ids: Tensor | None) -> Tensor | None:
     """The boundaries of packed sequences, the rows laid end to end; None if every row is one sequence."""
     if position_ids is None:
@@ -78,6 +107,15 @@ def packed_boundaries(position_ids: Tensor | None) -> Tensor | None:
     if len(begins) == len(position_ids):
         return None
     return torch.cat([begins, begins.new_tensor([position_ids.numel()])])
+
+
+def check_unbroken(position_ids: Tensor | None) -> None:
+    """With a cache every row is one sequence; looked for on the CPU only, and not in a graph."""
+    if position_ids is None or not position_ids.is_cpu or torch.compiler.is_compiling():
+        return
+    if bool((position_ids[:, 1:] != position_ids[:, :-1] + 1).any()):
+        told = "position_ids mark packed sequences, and a cache holds one sequence a row"
+        raise ValueError(f"{told}: leave past_key_values out")
 
 
 def check_places(position_ids: Tensor | None, attention_mask: Tensor) -> None:

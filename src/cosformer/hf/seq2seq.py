@@ -12,16 +12,17 @@ from transformers.models.bart.modeling_bart import (
 
 from .cache import encoder_decoder_cache
 from .configuration import CosformerSeq2SeqConfig
-from .interface import padding, reaches
+from .interface import padding
 from .pretrained import (
     CosformerPreTrained,
     attend,
-    check_beginnings,
     check_call,
     check_learned_positions,
-    check_mask_length,
+    check_mask_shape,
     new_interior,
 )
+from .reach import reaches
+from .rows import check_beginnings
 
 PLACES = "the learned positions of an encoder-decoder count from the first place of a row"
 
@@ -93,8 +94,9 @@ class CosformerSeq2SeqEncoder(CosformerPreTrained, BartEncoder):
     def forward(self, input_ids=None, attention_mask=None, inputs_embeds=None, **kwargs):
         check_call(self.config, kwargs, attention_mask=attention_mask)
         length = check_length(self.config, input_ids=input_ids, inputs_embeds=inputs_embeds)
-        check_mask_length("attention_mask", attention_mask, length)
-        check_beginnings("attention_mask", attention_mask, PLACES)
+        rows = (input_ids if inputs_embeds is None else inputs_embeds).shape[0]
+        check_mask_shape("attention_mask", attention_mask, rows, length)
+        check_beginnings("attention_mask", attention_mask, length, length, why=PLACES)
         # Masks are passed by names of our own: BART's become L x L under tracing.
         return super().forward(input_ids, inputs_embeds=inputs_embeds, key_mask=attention_mask, **kwargs)
 
@@ -126,10 +128,11 @@ class CosformerSeq2SeqDecoder(CosformerPreTrained, BartDecoder):
         given = {"decoder_input_ids": input_ids, "decoder_inputs_embeds": inputs_embeds}
         cached = 0 if own is None else own.get_seq_length()
         length = check_length(self.config, cached=cached, **given)
-        check_mask_length("decoder_attention_mask", attention_mask, length, cached=cached)
-        check_beginnings("decoder_attention_mask", None if cached else attention_mask, PLACES)
+        rows = (input_ids if inputs_embeds is None else inputs_embeds).shape[0]
+        check_mask_shape("decoder_attention_mask", attention_mask, rows, length, cached=cached)
+        check_beginnings("decoder_attention_mask", attention_mask, cached + length, length, why=PLACES)
         if encoder_hidden_states is not None:
-            check_mask_length("attention_mask", encoder_attention_mask, encoder_hidden_states.shape[1])
+            check_mask_shape("attention_mask", encoder_attention_mask, *encoder_hidden_states.shape[:2])
         if use_cache is None:
             use_cache = self.config.use_cache and not self.training
         if use_cache and past_key_values is None:

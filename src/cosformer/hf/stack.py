@@ -27,10 +27,10 @@ from .pretrained import (
     attend,
     check_call,
     check_learned_positions,
-    check_mask_length,
+    check_mask_shape,
     new_interior,
 )
-from .rows import check_places, packed_boundaries, unpadded, without_padding
+from .rows import check_places, check_unbroken, packed_boundaries, places_of, unpadded, without_padding
 from .step import next_token
 
 
@@ -111,9 +111,15 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
     ):
         check_call(self.config, kwargs, past_key_values, attention_mask=attention_mask)
         boundaries, shared = None, self.sequence_group is not None
+        marks = kwargs.get("cu_seq_lens_q")
+        if marks is not None and (past_key_values is not None or attention_mask is not None):
+            beside = "attention_mask" if past_key_values is None else "past_key_values"
+            told = "cu_seq_lens_q marks packed sequences, which have no padding and no cache"
+            raise ValueError(f"{told}: leave {beside} out")
+        if past_key_values is not None and attention_mask is None:
+            check_unbroken(position_ids)
         if past_key_values is None and attention_mask is None and not shared:
-            boundaries = kwargs.get("cu_seq_lens_q")
-            boundaries = packed_boundaries(position_ids) if boundaries is None else boundaries
+            boundaries = packed_boundaries(position_ids) if marks is None else marks
         if past_key_values is None and attention_mask is not None and not shared:
             check_places(position_ids, attention_mask)
         if boundaries is not None and use_cache:
@@ -126,12 +132,14 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
             past_key_values = self.new_cache()
         embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         cached = 0 if past_key_values is None else past_key_values.get_seq_length()
-        check_mask_length("attention_mask", attention_mask, embedded.shape[1], cached=cached)
+        check_mask_shape("attention_mask", attention_mask, *embedded.shape[:2], cached=cached)
         shard = shard_of(self, embedded, attention_mask, position_ids, past_key_values) if shared else None
         if self.config.positions == "learned":
             before = cached if shard is None else shard.offset
             if position_ids is None and attention_mask is not None:
                 position_ids = unpadded(attention_mask, embedded.shape[1], before, shard)
+            elif position_ids is None and boundaries is not None:
+                position_ids = places_of(boundaries, embedded.shape)
             embedded = embedded + self.position_vectors(embedded, position_ids, before)
         one_more = past_key_values is not None and embedded.shape[1] == 1 and shard is None
         if one_more and not asks_for_more(self.config, kwargs):
@@ -140,6 +148,8 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
                 return BaseModelOutputWithPast(self.norm(hidden), past_key_values)
         packed, shape = None, embedded.shape
         whole = attention_mask is not None and past_key_values is None and shard is None
+        # A horizon of the call's own length would be another one.
+        whole = whole and not any(layer.self_attn.interior.mixer.own_horizon for layer in self.layers)
         if whole and not asks_for_more(self.config, kwargs):
             packed = without_padding(attention_mask)
         if packed is not None:

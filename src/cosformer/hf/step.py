@@ -23,7 +23,8 @@ from ..ops.state import State
 from ..ops.step import Block, Blocks, takes
 from .blocks import block_of, ends_of, is_hooked, outer
 from .cache import CosformerCache
-from .interface import padding, reaches
+from .interface import padding
+from .reach import reaches
 
 _known: WeakKeyDictionary = WeakKeyDictionary()  # for each stack or language model, its parts as found
 _bound: WeakKeyDictionary = WeakKeyDictionary()  # for each cache, its streams as found
@@ -179,8 +180,8 @@ def _fits(kept, block: Block, rows: int, position: int) -> bool:
     tensors, shapes = _tensors(kept), block.kept(rows, position)
     if [(t.shape, t.dtype) for t in tensors] != shapes or not all(t.is_cpu for t in tensors):
         return False
-    if isinstance(state, Keys):
-        plain = state.key_mask is None and len(state.at) == position
+    if isinstance(state, Keys):  # torch gives a tensor without elements no address, whatever its room
+        plain = position > 0 and state.key_mask is None and len(state.at) == position
         rooms = [room(t) for t in (state.k, state.v)]
         return plain and rooms[0] == rooms[1] > position and all(t.is_contiguous() for t in kept.last)
     plain = state.origin is None and state.fade is None and not state.start

@@ -89,6 +89,8 @@ def build(
         mixer._admit(added.kind, f"positions, asked for by +{positions}")
         mixer.positions = added(heads, head_dim, max_length)
         mixer.learned_positions = False
+        if added.kind == "spe" or hasattr(mixer, "redraw"):  # a draw sees more than distances
+            mixer.left_padding = f"its draws and {positions} are of places counted from the first of a row"
     return mixer
 
 

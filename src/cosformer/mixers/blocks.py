@@ -59,6 +59,11 @@ def attend(
 
     A query with no key gives zeros and a log of NOTHING. All in float32, or float64 for float64 input.
     """
+    with torch.autocast(q.device.type, enabled=False):  # NOTHING is no number of half precision
+        return _attend(q, k, v, allowed, bias)
+
+
+def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
     q, k, v = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (q, k, v))
     s = (q @ k.mT) * q.shape[-1] ** -0.5
     s = (s if bias is None else s + bias).masked_fill(~allowed, NOTHING)

@@ -69,6 +69,7 @@ class Mixer(nn.Module):
     reads_input: bool = False  # mix() needs x
     learned_positions: bool = True  # a model around it should add learned positions to its embeddings
     reach: float = math.inf  # the largest distance between two positions
+    own_horizon: bool = False  # each call's horizon follows from its lengths
     short_conv: int = 0  # the width of the convolution that it wants in its layer, and ...
     qk_norm: bool = False  # ... whether it wants q and k normed
     layer_type: ClassVar[str] = "linear_attention"  # transformers' name for a layer with this mixer

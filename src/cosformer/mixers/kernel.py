@@ -32,7 +32,9 @@ from . import Admission, Mixer, Sizes, register
 from .keys import Keys
 
 SHORT_CONV = 4  # tokens; it lets a linear layer recall
-OWN_HORIZON = 'horizon="length" differs from call to call, and what is kept needs one number'
+OWN_HORIZON = (
+    'horizon="length" differs from call to call, and what is kept needs one: give a number, or math.inf'
+)
 
 
 class Kernel(Mixer):
@@ -46,7 +48,6 @@ class Kernel(Mixer):
     signed = False  # weights of both signs
     eps = 1e-6
     backend: str | None = None
-    own_horizon = False  # each call's horizon follows from its lengths
 
     def phi(self, x: Tensor) -> Tensor:
         """The features of queries and of keys."""
@@ -73,7 +74,7 @@ class Kernel(Mixer):
 
     def mix_sharded(self, q, k, v, shard, *, x, causal, key_mask):
         if self.own_horizon and shard.places is not None:
-            raise ValueError(f"mixer {self.name!r} in several processes: {OWN_HORIZON}; give a number")
+            raise ValueError(f"mixer {self.name!r} in several processes: {OWN_HORIZON}")
         options = self._options(shard.total, v, x, key_mask)
         return linear_sharded(self.phi(q), self.phi(k), v, shard, causal=causal, **options)
 

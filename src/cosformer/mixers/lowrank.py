@@ -71,7 +71,11 @@ class Nystrom(Mixer):
             self.conv = nn.Conv2d(H, H, (conv, 1), padding=(conv // 2, 0), groups=H, bias=False)
 
     def mix(self, q, k, v, *, x, causal, key_mask):
-        dtype = torch.promote_types(q.dtype, torch.float32)  # the iterated inverse needs the precision
+        with torch.autocast(q.device.type, enabled=False):  # the iterated inverse needs the precision
+            return self._mix(q, k, v, key_mask)
+
+    def _mix(self, q, k, v, key_mask):
+        dtype = torch.promote_types(q.dtype, torch.float32)
         a, b, u = (t.to(dtype) for t in (q, k, v))
         kept = all_kept(k, key_mask)
         a = a.masked_fill(~kept[:, None, :, None], 0)  # queries enter landmarks, too
@@ -84,7 +88,10 @@ class Nystrom(Mixer):
         middle = torch.where(used.mT, middle, unused.to(dtype))  # an unused landmark is its own inverse
         out = left @ (self._inverse(middle) @ (right @ u))
         if self.conv is not None:
-            out = out + F.conv2d(u, self.conv.weight.to(dtype), padding=self.conv.padding, groups=self.heads)
+            # Along the last axis: along the one before it oneDNN's gradient of the weight is wrong at some
+            # lengths (46, 47, 61 ... 256, 512) in float32.
+            taps, around = self.conv.weight.to(dtype).mT, self.conv.padding[::-1]
+            out = out + F.conv2d(u.mT, taps, padding=around, groups=self.heads).mT
         return out.to(q.dtype)
 
     def _segments(self, kept: Tensor) -> tuple[Tensor, Tensor]:

@@ -36,12 +36,13 @@ def label_of(row: Row, asked: str | None) -> str:
     return whole if whole.isdigit() else text
 
 
-def label_set(labels: Iterable[tuple[str, str]]) -> list[str]:
-    """The training rows' labels, sorted: numerically if all are whole numbers, else alphabetically."""
-    count = Counter(label for split, label in labels if split == "train")
+def label_set(labels: Iterable[tuple[str, str]], *, split: str) -> list[str]:
+    """The labels of a split's rows, sorted: numerically if all are whole numbers, else alphabetically."""
+    count = Counter(label for of, label in labels if of == split)
     numeric = all(label.lstrip("-").isdigit() for label in count)
     names = sorted(count, key=int if numeric else None)
-    said = f"the {count.total():,} training rows have {len(names):,} label(s) ({listed(names)})"
+    rows = "training rows" if split == "train" else "rows"
+    said = f"the {count.total():,} {rows} have {len(names):,} label(s) ({listed(names)})"
     if len(names) < 2:
         raise DataError(f"{said}; two or more are needed")
     if len(names) > max(MANY, count.total() / 2):
@@ -82,7 +83,8 @@ def _task(
 
     def rows() -> Iterator[tuple[str, dict[str, Any]]]:
         marks = texts.source.each(lambda row: label_of(row, label))
-        names = texts.facts["labels"] = list(labels or label_set(marks))
+        split = texts.source.whole or "train"
+        names = texts.facts["labels"] = list(labels or label_set(marks, split=split))
 
         def numbered(row: Row) -> dict[str, Any]:
             mark = label_of(row, label)
@@ -95,23 +97,25 @@ def _task(
     # Without a holdout or validation file the test set validates, as published.
     needed = SPLITS if texts.source.holdout else ("train", "test")
     tables = texts.stored("classified", rows, label=label, labels=labels, needed=needed)
-    lengths = [tables["train"].lengths(role) for role in texts.roles]
+    lengths = [texts.sized_by(tables).lengths(role) for role in texts.roles]
     joined = len(lengths) == 2 and not towers
     length, notes = length_for(np.sum(lengths, 0) + 3 if joined else np.max(lengths, 0) + 1, length)
     cut = partial(assembled, length=length, special=texts.encoder.special, towers=towers)
-    sets: dict[str, Any] = {split: Mapped(tables[split], cut) for split in SPLITS if len(tables[split])}
+    sets: dict[str, Any] = {split: Mapped(tables[split], cut) for split in SPLITS}
+    if not sets["validation"]:
+        sets["validation"] = sets["test"]
     return texts.task(
         name,
         length,
         single="bos $A",
         pair="bos $A sep $B eos",
         kind="pair-classification" if towers else "sequence-classification",
-        **{"validation": sets["test"], **sets},
+        **sets,
         **scoring_fields(class_choice, class_metrics, "accuracy", greater_is_better=True),
         labels=tuple(texts.facts["labels"]),
         published=published,
         settings={"label": label},
-        majority=majority(tables["test"].values("labels")),
+        majority=majority(tables["test"].values("labels")) if sets["test"] else None,
         notes=notes,
     )
 

@@ -36,9 +36,9 @@ class Corpus(Source):
             for split, text in self.each(lambda row: row.text(self.text, TEXT_COLUMNS)):
                 yield split, text, True
             return
-        assign = Holdout(parts, share=self.holdout, seed=self.seed)
+        assign = self.assignment(parts)
         for part, members in parts.items():
-            if len(members) < assign.block and assign.missing and part in ("all", "train"):
+            if len(members) < assign.block and assign.divides(part):
                 yield from _by_size(members, assign)
                 continue
             for index, file in enumerate(members):

@@ -61,8 +61,8 @@ def lm(
     sets = {s: Packed(tokens.tables[s], length=length, stride=strides[s], isolate=isolate) for s in SPLITS}
     lengths: Any = tokens.encoder.byte_lengths()
     if lengths is None:  # not byte-level: every token gets the training set's mean, an estimate
-        train = tokens.tables["train"]
-        lengths = train.values("bytes").sum() / len(train.values("tokens"))
+        known = tokens.sized_by(tokens.tables)
+        lengths = known.values("bytes").sum() / len(known.values("tokens"))
     shrink = TokenScores(shift=True, byte_lengths=lengths)
     fields = scoring_fields(shrink, language_metrics, "perplexity", greater_is_better=False) | sets
     fields["settings"] = {"stride": stride, "isolate": isolate}

@@ -33,8 +33,10 @@ class Packed(Rows):
             raise ValueError(f"stride must lie in 1 ... length - 1 = {length - 1}; got {stride}")
         self.table, self.length, self.isolate = table, length, isolate
         self.step, self.sliding = stride or length, stride is not None
-        total = len(table.values("tokens"))
+        total = len(table.values("tokens")) if len(table) else 0
         self.count = max(1, total // length) if stride is None else 1 + max(0, -(-(total - length) // stride))
+        if not total:
+            self.count = 0
 
     def __len__(self) -> int:
         return self.count

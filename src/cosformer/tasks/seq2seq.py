@@ -42,10 +42,10 @@ def seq2seq(
     table = Source(data=data, generated=dates, holdout=holdout, **reading)
     texts = Texts(table, roles=roles, tokenizer=tokenizer)
     tables = texts.stored("pairs", lambda: texts.encoded(table.each(texts.texts)))
-    encode, train = texts.encoder, tables["train"]
-    length, notes = length_for(train.lengths("source") + 1, length)
-    setting = "--set task.target_length=N"
-    target_length, more = length_for(train.lengths("target") + 1, target_length, setting=setting)
+    encode, known = texts.encoder, texts.sized_by(tables)
+    length, notes = length_for(known.lengths("source") + 1, length, texts="sources")
+    said = {"setting": "--set task.target_length=N", "texts": "targets"}
+    target_length, more = length_for(known.lengths("target") + 1, target_length, **said)
     sizes: dict[str, Any] = {"length": length, "target_length": target_length}
     special, cut = encode.special, partial(ended, eos=encode.special.eos, **sizes)
     metrics = Seq2SeqMetrics(eos=special.eos, pad=special.pad, tokenizer=encode.tokenizer)

@@ -103,9 +103,10 @@ def standard_library() -> list[Path]:
 def files(data: Any) -> dict[str, list[Path]]:
     """The files of each split, by words in their names (`train.txt`, `x_val.tsv`, `test/...`).
 
-    If none is named train, all are in "all". Hidden files are left out, and so are files that name no split
-    when others do. A folder named after a split decides for all files in it. Without data: the standard
-    library.
+    If none is named train, all are in "all"; unless a table or .txt file is called nothing but `test`, `dev`
+    and so on: then the others are for training. Hidden files are left out, and so are files that name no
+    split when one is named train. A folder named after a split decides for all files in it. Without data: the
+    standard library.
     """
     if data is None:
         return {"all": standard_library()}
@@ -117,7 +118,10 @@ def files(data: Any) -> dict[str, list[Path]]:
     if not named:
         raise DataError("the folder holds no files", path=path)
     if ["train"] not in named.values():
-        return {"all": list(named)}
+        held = {split: [file for file in named if _called(file, split)] for split in SPLITS[1:]}
+        others = [file for file in named if not any(file in mine for mine in held.values())]
+        parts = {"train": others, **held} if any(held.values()) else {"all": others}
+        return {part: mine for part, mine in parts.items() if mine}
     for file, splits in named.items():
         if len(splits) > 1:
             said = " and ".join(splits)
@@ -133,6 +137,12 @@ def _splits_of(name: Path) -> list[str]:
         return inside[:1]
     words = set(re.split(r"[^a-z]+", str(name).lower()))
     return [split for split in SPLITS if words & SPLIT_WORDS[split]]
+
+
+def _called(file: Path, split: str) -> bool:
+    """Whether a table or text is called by a split's name alone, as test.csv is; among texts a name that only
+    mentions one (the_test.txt) may be a title."""
+    return form(file) in (*TABLES, ".txt") and file.name.lower().split(".")[0] in SPLIT_WORDS[split]
 
 
 def _tsv(path: Path, bad: BadRows) -> Iterator[tuple[int, list[str]]]:
@@ -204,8 +214,8 @@ def saved(path: Path) -> dict[str, Iterable[Row]]:
     parts = {"all": loaded}
     if isinstance(loaded, datasets.DatasetDict):
         parts = {ours: loaded[name] for ours in SPLITS for name in loaded if name in SPLIT_WORDS[ours]}
-        if "train" not in parts:
-            raise DataError(f"no split named train; found {', '.join(loaded)}", path=path)
+        if not parts:
+            raise DataError(f"no split named train or test; found {', '.join(loaded)}", path=path)
     return {split: map(partial(Row, path), count(1), part) for split, part in parts.items()}
 
 
@@ -213,20 +223,25 @@ class Holdout:
     """Assigns the n-th record of a part to a split where the data does not name all splits.
 
     Every block of `1 / share` records gives one to validation and one to test, at random places in it, so no
-    total is needed beforehand. Without a share every part keeps its own records.
+    total is needed beforehand. Without a share every part keeps its own records. Data that names no split at
+    all belongs to `whole`, if given.
     """
 
-    def __init__(self, parts: Iterable[str], *, share: float | None, seed: int):
+    def __init__(self, parts: Iterable[str], *, share: float | None, seed: int, whole: str | None = None):
         if share is not None and not 0 < share <= 1 / 3:
             raise ValueError(f"holdout must lie in (0, 1/3]; got {share}")
         self.missing = [split for split in SPLITS if split not in parts] if share else []
-        self.share, self.block, self.seed = share or 0.0, round(1 / (share or 1)), seed
+        self.share, self.block, self.seed, self.whole = share or 0.0, round(1 / (share or 1)), seed, whole
         self._number = -1
         self._chosen: dict[int, str] = {}
 
+    def divides(self, part: str) -> bool:
+        """Whether records of this part go to several splits."""
+        return bool(self.missing) and (part == "train" or (part == "all" and self.whole is None))
+
     def __call__(self, part: str, index: int) -> str:
-        if not self.missing or part not in ("all", "train"):
-            return part
+        if not self.divides(part):
+            return self.whole if part == "all" and self.whole else part
         if index // self.block != self._number:
             self._number = index // self.block
             rng = np.random.default_rng((self.seed, self._number))
@@ -244,9 +259,14 @@ class Source:
     holdout: float | None = None  # share held out for each split the data does not name; None: no holdout
     columns: Sequence[str] | None = None  # names the fields of a file without a header
     skip_bad_rows: int = 0
+    whole: str | None = None  # the split of data that names none: only this one is needed, as for scoring
     cache: Any = None
     generated: Callable[..., Iterator[tuple[str, Row]]] | None = None
     bad: BadRows = field(default_factory=BadRows, init=False)  # of the last `each`
+
+    def __post_init__(self) -> None:
+        if self.whole not in (None, *SPLITS):
+            raise ValueError(f"whole is {self.whole!r}; one of {', '.join(SPLITS)}, or None")
 
     def content(self) -> str:
         """A hash of the data, wherever it lies: every file's split, form and content; or how it is made."""
@@ -261,7 +281,7 @@ class Source:
 
     def key(self) -> dict[str, Any]:
         """All that the records depend on."""
-        how = {"columns": self.columns, "holdout": self.holdout, "skip_bad_rows": self.skip_bad_rows}
+        how = {name: getattr(self, name) for name in ("columns", "holdout", "skip_bad_rows", "whole")}
         return {"content": self.content(), "seed": self.seed, **how}
 
     def each(self, use: Callable[[Row], Used]) -> Iterator[tuple[str, Used]]:
@@ -284,13 +304,22 @@ class Source:
         else:
             read = partial(rows, columns=self.columns, bad=self.bad)
             parts = {part: chain.from_iterable(map(read, paths)) for part, paths in files(self.data).items()}
-        if self.holdout is None and "all" in parts:
+        if self.holdout is None and "all" in parts and self.whole is None:
             raise DataError("expected a folder with files named train and test")
-        assign = Holdout(parts, share=self.holdout, seed=self.seed)
+        assign = self.assignment(parts)
         for part, records in parts.items():
             for index, row in enumerate(records):
                 yield assign(part, index), row
 
+    def assignment(self, parts: Collection[str]) -> Holdout:
+        """Which split each record of these parts is in."""
+        if self.whole is None and not {"train", "all"} & set(parts):
+            what = f"nothing is for training, only for {' and '.join(parts)}; name a file train"
+            raise DataError(what, path=self.data)
+        return Holdout(parts, share=self.holdout, seed=self.seed, whole=self.whole)
+
 
 # The settings of every task that reads records, besides its data.
-READING = {name: getattr(Source, name) for name in ("columns", "holdout", "skip_bad_rows", "seed", "cache")}
+READING = {
+    name: getattr(Source, name) for name in ("columns", "holdout", "skip_bad_rows", "seed", "whole", "cache")
+}

@@ -36,7 +36,13 @@ class Prepared:
             self.facts["left_out"] = self.source.bad.note()
 
         known = {"vocabulary": self.encoder.vocabulary(), "facts": self.facts, **self.key, **settings}
+        if self.source.whole:
+            known["needed"] = (self.source.whole,)
         return stored(name, noted, vocab_size=self.encoder.size, cache=self.source.cache, **known)
+
+    def sized_by(self, tables: Mapping[str, Table]) -> Table:
+        """The rows that lengths are taken from: those for training, or the only ones there are."""
+        return tables["train"] if len(tables["train"]) else tables[self.source.whole or "train"]
 
     def task(
         self,
@@ -86,15 +92,17 @@ class Texts(Prepared):
                 yield split, {**row, **{role: next(ids) for role in self.roles}}
 
 
-def length_for(needed: np.ndarray, asked: int | None, *, setting: str = "--length") -> tuple[int, list[str]]:
+def length_for(
+    needed: np.ndarray, asked: int | None, *, setting: str = "--length", texts: str = "texts"
+) -> tuple[int, list[str]]:
     """The length asked for, or one that holds most training texts; and what to tell the user about it."""
     held = max(8, -(-int(np.percentile(needed, HELD)) // 8) * 8)
     length = asked or min(held, LONGEST)
     notes = []
     if asked is None:
-        why = f"which holds {HELD} % of the training texts" if held <= LONGEST else "the most taken unasked"
-        notes.append(f"texts have up to {length:,} tokens, {why}; {setting} sets another length")
+        why = f"which holds {HELD} % of the training {texts}" if held <= LONGEST else "the most taken unasked"
+        notes.append(f"{texts} have up to {length:,} tokens, {why}; {setting} sets another length")
     if cut := int((needed > length).sum()):
-        many = f"{cut:,} of {len(needed):,} training texts"
+        many = f"{cut:,} of {len(needed):,} training {texts}"
         notes.append(f"{many} are longer than {length:,} tokens and are cut; {setting} sets it")
     return length, notes

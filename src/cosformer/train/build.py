@@ -16,6 +16,7 @@ from torch.utils.data import Dataset, Subset
 from transformers import AutoConfig, AutoTokenizer, PreTrainedModel, Seq2SeqTrainingArguments, TrainerCallback
 
 from .. import tasks
+from ..hf.reach import most_tokens
 from ..seal import damage
 from ..tasks.contract import Rows
 from . import models
@@ -48,7 +49,7 @@ def build_task(run: Run, *, model: str | None = None) -> tasks.Task:
         accepted = tasks.settings(run.task)
         if "tokenizer" in accepted and (saved / "tokenizer.json").exists():
             chosen.setdefault("tokenizer", str(saved))
-        if accepted.get("length", 0) is None:  # else it would be taken from the data
+        if {"tokenizer", "length"} <= accepted.keys():  # of a text: else it would be taken from the data
             with refused(OSError, f"model {saved}"):
                 config = AutoConfig.from_pretrained(saved, local_files_only=True)
             chosen.setdefault("length", config.max_position_embeddings)
@@ -88,9 +89,9 @@ def check_start(start: str, task: tasks.Task) -> None:
         vocabulary = AutoTokenizer.from_pretrained(start, local_files_only=True).get_vocab()
         if vocabulary != task.tokenizer.get_vocab():
             raise SettingsError(f"{start} has another vocabulary than the task, of the same size; {advice}")
-    positions = saved.max_position_embeddings
-    if positions < task.max_length:
-        raise SettingsError(f"{start} has {positions} positions; --length {task.max_length} is more")
+    most = most_tokens(saved)
+    if most < task.max_length:
+        raise SettingsError(f"{start} reads at most {most} tokens; --length {task.max_length} is more")
 
 
 def build_trainer(
@@ -103,7 +104,7 @@ def build_trainer(
     if given.get("label_smoothing_factor") and loss != "softmax":  # upstream would take the full softmax
         smoothed = f"--label_smoothing_factor {given['label_smoothing_factor']}"
         raise SettingsError(f"{smoothed} goes with --loss softmax; the loss is {loss!r}")
-    with refused((ValueError, TypeError, ImportError), "training arguments"):
+    with refused((ValueError, TypeError, ImportError, RuntimeError), "training arguments"):
         trainer = Trainer(
             model=model,
             args=Seq2SeqTrainingArguments(output_dir=run.out, **given),
@@ -211,21 +212,41 @@ def scores(trainer: Trainer, task: tasks.Task, split: str, *, examples: int | No
     return {key.removeprefix(f"{split}_"): found[key] for key in mine}
 
 
-def evaluate(run: Run, model: str | Path, *, split: str = "test") -> dict[str, float]:
-    """The scores of the model saved in a folder on one split of a run's task."""
-    task = build_task(run, model=str(model))
+def evaluate(run: Run, model: str | Path, *, split: str = "test", other: bool = False) -> dict[str, float]:
+    """The scores of the model saved in a folder on one split of a run's task, and on how many examples.
+
+    `other`: the run's data may be other than the model was trained on. If it is, and names no splits, all of
+    it is scored.
+    """
     with refused(ValueError, f"model {model}"):
         head = json.loads((Path(model) / "config.json").read_text()).get("architectures") or [None]
+    task, accepted = None, tasks.settings(run.task)
+    if other and "whole" in accepted:
+        settings = {"whole": split, **run.task_settings}
+        if "labels" in accepted and head[0] == models.CLASSES["sequence-classification"].__name__:
+            settings.setdefault("labels", models.labels_of(str(model)))
+        task = build_task(dataclasses.replace(run, task_settings=settings), model=str(model))
+        if task.fingerprint == trained_on(Path(model)):
+            task = None
+    if task is None:
+        task = build_task(run, model=str(model))
     if head[0] != models.CLASSES[task.kind].__name__:
         told = f"{model} is a {head[0]}, which knows nothing of task {task.name!r} yet"
         raise SettingsError(f"{told}; cosformer finetune trains it")
     if task.num_labels is not None and (labels := models.labels_of(str(model))) != list(task.labels):
         told = f"{model} tells {', '.join(labels)} apart; the data has {', '.join(task.labels)}"
-        way = f"name them all: --set task.labels={','.join(labels)}"
-        raise SettingsError(f"{told}. If it is a part of them, {way}")
+        raise SettingsError(told)
     with tempfile.TemporaryDirectory() as nowhere:
         training = run.training | {"report_to": []}
         run = dataclasses.replace(run, out=nowhere, model_fields={}, training=training)
         trainer = build_trainer(run, task, build_model(run, task, start=str(model)), [])
         with watched():
-            return scores(trainer, task, split, examples=run.test_examples)
+            found = scores(trainer, task, split, examples=run.test_examples)
+    rows = len(getattr(task, split))
+    return found | {"examples": min(rows, run.test_examples or rows)}
+
+
+def trained_on(model: Path) -> str | None:
+    """The fingerprint of the data that a model or checkpoint was trained on, if its run is known."""
+    facts = (model.parent if model.name.startswith("checkpoint-") else model) / "resolved.json"
+    return json.loads(facts.read_text())["data"] if facts.exists() else None

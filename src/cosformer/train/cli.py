@@ -18,6 +18,7 @@ from ..hf import CosformerConfig
 from . import models
 from .alive import Lost
 from .build import evaluate
+from .checkpoints import last_checkpoint
 from .dryrun import dry_run
 from .malloc import keep_memory
 from .progress import clock, quieten, say, show
@@ -58,7 +59,8 @@ def evaluate_verb(argv: list[str]) -> None:
     quieten()
     with one_line(p.prog):
         given, training = parse(p, argv)
-        found = evaluate(saved_run(given, training), given.model, split=given.split)
+        run = saved_run(given, training)
+        found = evaluate(run, given.model, split=given.split, other="task.data" in vars(given))
     lines = "\n".join(f"{key:<20} {value:.6g}" for key, value in found.items())
     say(json.dumps(found) if given.json else lines, to=sys.stdout)
 
@@ -179,7 +181,9 @@ def run_of(model: Path) -> Run | None:
 def saved_run(given: argparse.Namespace, training: dict[str, Any]) -> Run:
     """The run a model comes from, with the command line's changes."""
     if not (given.model / "config.json").exists():
-        raise SettingsError(f"{given.model} holds no model (config.json)")
+        saved = last_checkpoint(given.model) if given.model.is_dir() else None
+        way = f": its run is not finished, but {saved} is a model" if saved else ""
+        raise SettingsError(f"{given.model} holds no model (config.json){way}")
     if idle := [name for name in training if name not in SCORING]:
         raise SettingsError(f"--{idle[0]} changes nothing where nothing is trained; see --help")
     run = run_of(given.model)

@@ -147,7 +147,7 @@ class Bar(TrainerCallback):
             return
         if "eval_loss" in logs:
             found = {key.removeprefix("eval_"): logs[key] for key in logs if key.startswith("eval_")}
-            self.say(f"step {state.global_step:,}: {show(found)}")
+            self.say(f"step {state.global_step:,}, validation: {show(found)}")
         elif "loss" in logs:
             speed, left = self.metrics.speed, clock(self.left(state))
             line = f"loss {logs['loss']:.4f}, {speed:,.0f} tokens/s, {left} left"

@@ -57,7 +57,8 @@ def train(run: Run, *, resume: bool = False, watch: TrainerCallback | None = Non
         return stage(run, task, start=start, watch=watch)
     except SettingsError:
         if new:  # it never became a run: free the folder for the next attempt
-            (out / "run.json").unlink()
+            for name in ("run.json", "resolved.json", "metrics.jsonl"):
+                (out / name).unlink(missing_ok=True)
         raise
 
 
@@ -139,7 +140,12 @@ def stage(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallba
                 facts = resolved(run, task, trainer) | {"resumed_from": last and last.name}
                 write(out / "resolved.json", json.dumps(facts, indent=1, default=str) + "\n")
             with watched():
-                trainer.train(resume_from_checkpoint=last and str(last))
+                try:
+                    trainer.train(resume_from_checkpoint=last and str(last))
+                except ValueError as error:  # what a model refuses, it refuses in its first step
+                    if trainer.state.global_step or isinstance(error, (SettingsError, tasks.DataError)):
+                        raise
+                    raise SettingsError(" ".join(str(error).split())) from error
                 if interrupt.asked is not None and trainer.state.global_step < trainer.state.max_steps:
                     at = f"interrupted by {interrupt.asked} at step {trainer.state.global_step}"
                     raise Interrupted(f"{at}; {trainer.what_is_left()}")

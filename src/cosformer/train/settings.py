@@ -9,6 +9,7 @@ about, mixer, size, out, start, eval_examples, test_examples: as on the command 
 
 import dataclasses
 import json
+import math
 import tomllib
 import typing
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 from transformers import Seq2SeqTrainingArguments
 
 from .. import mixers, tasks
-from ..hf.configuration import wanted
+from ..hf.checks import wanted
 from ..seal import write
 from . import models
 
@@ -32,6 +33,12 @@ DEFAULTS: dict[str, Any] = {  # ours; transformers' are for large runs on GPUs
     "seed": 0,
 }
 TOKENS, ROWS = 4096, (8, 64)  # of the default batch: this many tokens, if that is within this range of rows
+RANGES: dict[str, tuple[float, float]] = {  # of transformers' arguments, which it checks too late or never
+    **dict.fromkeys(("per_device_train_batch_size", "per_device_eval_batch_size"), (1, math.inf)),
+    "gradient_accumulation_steps": (1, math.inf),
+    **dict.fromkeys(("learning_rate", "weight_decay", "max_grad_norm", "adam_epsilon"), (0, math.inf)),
+    **dict.fromkeys(("adam_beta1", "adam_beta2", "label_smoothing_factor"), (0, 1)),
+}
 KEYS = ("about", "mixer", "size", "out", "start", "eval_examples", "test_examples", "sequence_parallel")
 TABLES = {"task": "task_settings", "model": "model_fields", "train": "training", "pretrain": "pretrain"}
 
@@ -116,6 +123,11 @@ def check_training(table: dict[str, Any]) -> None:
         check_type(key, value, types[key])
     if "output_dir" in table:
         raise SettingsError("output_dir is the run's --out; leave it out")
+    for key, (least, below) in RANGES.items():
+        value = table.get(key)
+        if value is not None and not least <= value < below:
+            accepted = f"at least {least:g}" + (f" and less than {below:g}" if below < math.inf else "")
+            raise SettingsError(f"{key} is {value}; it must be {accepted}")
     if table.get("max_steps", 1) < 1 and "num_train_epochs" not in table:
         steps = table["max_steps"]
         raise SettingsError(f"max_steps is {steps}; it must be at least 1, or give num_train_epochs instead")
