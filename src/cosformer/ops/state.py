@@ -22,8 +22,8 @@ from .fades import faded_state, fades
 from .operator import attend
 
 
-class Tokens(NamedTuple):
-    """Keys that a state has taken in since its snapshot, kept so that the last ones can be undone."""
+class Taken(NamedTuple):
+    """Keys that a state has taken in since its snapshot, kept so that the last of them can be taken back."""
 
     k: Tensor
     v: Tensor
@@ -31,12 +31,12 @@ class Tokens(NamedTuple):
     decay: Tensor | None
     call: Call
 
-    def first(self, n: int) -> "Tokens":
+    def first(self, n: int) -> "Taken":
         rates = self.decay[:, :, :n] if self.decay is not None and self.decay.ndim == 3 else self.decay
         mask = None if self.key_mask is None else self.key_mask[:, :n]
         return self._replace(k=self.k[:, :, :n], v=self.v[:, :, :n], key_mask=mask, decay=rates)
 
-    def map(self, change: Callable[[Tensor], Tensor], *, rows: bool) -> "Tokens":
+    def map(self, change: Callable[[Tensor], Tensor], *, rows: bool) -> "Taken":
         """Change every tensor; `rows`: the change is of batch rows, which rates per head do not have."""
         keep = rows and self.decay is not None and self.decay.ndim == 1
         rates = self.decay if self.decay is None or keep else change(self.decay)
@@ -60,7 +60,7 @@ class State:
     position: int = 0
     horizons: tuple[float, ...] | None = None  # one, or one per head; None if made by hand: the next call's
     origin: "State | None" = None  # set by snapshot(): where rollback() starts from ...
-    trail: tuple[Tokens, ...] = ()  # ... and the tokens taken in since
+    trail: tuple[Taken, ...] = ()  # ... and the tokens taken in since
     start: int = 0  # the position of its first token; not 0 for a later segment
     fade: Tensor | None = None  # (B, H), fade of the state before a segment; None: no fade, or no such state
 
@@ -127,7 +127,7 @@ class State:
 
 
 torch.export.register_dataclass(State)
-torch.serialization.add_safe_globals([State, Tokens, Call])
+torch.serialization.add_safe_globals([State, Taken, Call])
 
 
 def advance(state: State | None, x: Inputs, call: Call) -> tuple[Tensor, State]:
@@ -144,5 +144,5 @@ def advance(state: State | None, x: Inputs, call: Call) -> tuple[Tensor, State]:
     if state.origin is None:
         return out, following
     mask, rates = (None if t is None else t.clone() for t in (x.key_mask, x.decay))
-    taken = Tokens(x.k.clone(), x.v.clone(), mask, rates, call)  # clones: the caller may reuse its buffers
+    taken = Taken(x.k.clone(), x.v.clone(), mask, rates, call)  # clones: the caller may reuse its buffers
     return out, replace(following, origin=state.origin, trail=(*state.trail, taken))
