@@ -267,6 +267,11 @@ def test_learned_positions_follow_the_boundaries(kind):
     torch.testing.assert_close(model(x, cu_seq_lens_q=cu, use_cache=False).logits, wanted)
 
 
+def test_one_text_without_a_batch_is_refused():
+    with pytest.raises(ValueError, match=r"input_ids must be \(batch, length\); got shape \(17,\)"):
+        toy_model(CAUSAL)(token_ids()[0])
+
+
 @pytest.mark.parametrize("kind", [CAUSAL, MASKED], ids=lambda c: c.__name__)
 @pytest.mark.parametrize("length", [20, 100])
 def test_a_mask_of_other_rows_is_refused(kind, length):

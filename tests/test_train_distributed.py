@@ -109,6 +109,7 @@ def scores_and_weights_are_those_of_one(folder, task, how):
     same += ["tokens"] if task in ("lm", "mlm") else []  # others pad batches, which differ
     assert [got[key] for key in same] == [want[key] for key in same]
     found = train.evaluate(run_of(folder, task, "alone", processes=1), folder / f"{task}-{how}")
+    assert found.pop("examples") == got["examples"]
     for scores in (found, got["test"]):
         scores.pop("loss")  # the Trainer's mean of batch means: one process has other batches
     assert found == pytest.approx(got["test"], rel=1e-4)

@@ -110,6 +110,8 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
         **kwargs,
     ):
         check_call(self.config, kwargs, past_key_values, attention_mask=attention_mask)
+        if input_ids is not None and input_ids.ndim != 2:
+            raise ValueError(f"input_ids must be (batch, length); got shape {tuple(input_ids.shape)}")
         boundaries, shared = None, self.sequence_group is not None
         marks = kwargs.get("cu_seq_lens_q")
         if marks is not None and (past_key_values is not None or attention_mask is not None):
