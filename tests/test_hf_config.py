@@ -15,6 +15,7 @@ import transformers as tf
 
 import cosformer.hf as hf
 from cosformer.hf.configuration import FORMAT
+from cosformer.hf.reach import most_tokens
 from cosformer.mixers import Mixer
 
 LINEAR, FULL, WINDOW = "linear_attention", "full_attention", "sliding_attention"
@@ -406,6 +407,26 @@ def test_fields_of_another_kind_are_refused(kind, fields, said):
 def test_heads_may_have_a_size_of_their_own():
     model = toy_model(hf.CosformerForCausalLM, num_attention_heads=5, num_key_value_heads=5, head_dim=8)
     assert model.model.layers[0].self_attn.q_proj.weight.shape == (40, 32) and run(model).isfinite().all()
+
+
+def test_a_name_that_is_nearly_ours_is_warned_of():
+    """Attributes that others set on a saved config are none of ours."""
+    with pytest.warns(UserWarning, match="no field 'mixr', so it changes nothing; did you mean 'mixer'"):
+        hf.CosformerConfig(mixr="softmax")
+    kept = hf.CosformerConfig(n_positions=16, use_sliding_window=False, causal_layers=True)
+    assert hf.CosformerConfig.from_dict(kept.to_dict()).n_positions == 16
+
+
+@pytest.mark.parametrize("horizon", [16, 16.5])
+def test_how_many_tokens_a_model_reads(horizon):
+    """As many as its forward takes, and not one more."""
+    for kind in (hf.CosformerForCausalLM, hf.CosformerForMaskedLM):
+        options = {"mixer": "cosformer-paper", "positions": "none", "horizon": horizon}
+        model = toy_model(kind, **options)
+        most = int(most_tokens(model.config))
+        model(token_ids(1, most))
+        with pytest.raises(ValueError, match=f"{most + 1} tokens reach past the horizon"):
+            model(token_ids(1, most + 1))
 
 
 def test_fields_of_the_others_that_make_no_sense_are_refused():

@@ -209,9 +209,53 @@ def test_what_a_model_refuses_in_its_first_step_leaves_the_folder_free(capsys):
     argv = ["copy", "--size", "toy", "--out", "run", "--max_steps", "2", "--length", "16", "--set"]
     argv += ["task.examples=64,8,8", "--mixer", "cosformer-paper", "--set"]
     told = complaint(capsys, cli.train_verb, *argv, "model.horizon=4")
-    assert "horizon is 4, but positions can lie" in told or "past the horizon of 4" in told
+    assert "past the horizon of 4" in told or "but positions can lie" in told
+    assert Path("run").is_dir()  # it had begun
     assert not {"run.json", "resolved.json", "metrics.jsonl"} & {path.name for path in Path("run").iterdir()}
     cli.train_verb([*argv, "model.horizon=64"])
+
+
+def test_a_run_whose_vocabulary_was_made_is_scored_on_any_data(capsys):
+    """On its own, at any path, the test set; on other data all of it."""
+    Path("own.txt").write_text("".join(f"once upon a time there were {i} foxes\n" for i in range(400)))
+    argv = ["lm", "--data", "own.txt", "--tokenizer", "bpe:300", "--length", "32", "--size", "toy"]
+    cli.train_verb([*argv, "--max_steps", "1", "--out", "run"])
+    shutil.copy("own.txt", "moved.txt")
+    Path("other.txt").write_text(Path("own.txt").read_text() + "and one fox more\n")
+    counts = {}
+    for data in ("own.txt", "moved.txt", "other.txt"):
+        capsys.readouterr()
+        cli.evaluate_verb(["run", "--json", "--set", f"task.data={data}"])
+        out, err = capsys.readouterr()
+        counts[data] = json.loads(out)["tokens"]
+        assert ("what names no splits is scored whole" in err) == (data == "other.txt")
+    assert counts["own.txt"] == counts["moved.txt"] < counts["other.txt"] / 10
+
+
+def test_a_refusal_after_pre_training_keeps_the_run(capsys, monkeypatch):
+    """Another mixer must not go on from this one's pre-training."""
+    chosen = [f"task.{key}={value}" for key, value in LISTOPS.items() if key != "examples"]
+    argv = ["listops", "--size", "toy", "--max_steps", "2", "--out", "run", "--pretrain-first"]
+    for setting in (*chosen, "task.examples=64,8,8"):
+        argv += ["--set", setting]
+    monkeypatch.setattr(run_module, "build_trainer", refusing(run_module.build_trainer))
+    assert "refused" in complaint(capsys, cli.train_verb, *argv)
+    monkeypatch.undo()
+    assert "already holds a run" in complaint(capsys, cli.train_verb, *argv, "--mixer", "softmax")
+
+
+def refusing(build):
+    """Trainers, of which the second refuses its first step."""
+    made = []
+
+    def build_one(*args):
+        trainer = build(*args)
+        made.append(trainer)
+        if len(made) == 2:
+            trainer.train = lambda **_: (_ for _ in ()).throw(ValueError("refused"))
+        return trainer
+
+    return build_one
 
 
 def test_an_unfinished_run_names_its_checkpoint(capsys):

@@ -2,6 +2,7 @@
 
 import difflib
 import typing
+import warnings
 from collections.abc import Collection, Iterable
 from types import NoneType, UnionType
 from typing import Any
@@ -34,7 +35,14 @@ def check_shared(name: str, heads: int, shared: str, width: int, choice: str = "
 
 
 def check_spelling(config: str, given: Iterable[str], known: Collection[str]) -> None:
-    """Refuse a name that is nearly one of ours: transformers accepts any, and it would change nothing."""
+    """Warn of a name that is one letter from ours: transformers accepts any, and it changes nothing."""
     for name in given:
-        if near := difflib.get_close_matches(name, [*known], n=1, cutoff=0.8):
-            raise TypeError(f"{config} has no field {name!r}; did you mean {near[0]!r}?")
+        if near := [ours for ours in known if letters_apart(name, ours) == 1]:
+            told = f"{config} has no field {name!r}, so it changes nothing; did you mean {near[0]!r}?"
+            warnings.warn(told, stacklevel=2)
+
+
+def letters_apart(a: str, b: str) -> int:
+    """How many letters of the longer name are not in the other, in order."""
+    same = difflib.SequenceMatcher(None, a, b).get_matching_blocks()
+    return max(len(a), len(b)) - sum(block.size for block in same)

@@ -76,7 +76,8 @@ class CosformerFields:
         """Check the types of our fields, and the names of `others`: transformers checks only its own."""
         ours = [cls for cls in type(self).__mro__ if cls.__module__ == __name__]
         hints = {name: hint for cls in ours for name, hint in cls.__annotations__.items()}
-        check_spelling(type(self).__name__, others, hints)
+        ours_alone = {field.name for field in fields(self)} & hints.keys()
+        check_spelling(type(self).__name__, others, ours_alone)
         for name, hint in hints.items():
             if asked := wanted(getattr(self, name, None), hint):
                 raise TypeError(f"{name} must be {asked}; got {getattr(self, name)!r}")

@@ -39,15 +39,23 @@ def max_positions(config) -> int:
 
 
 def most_tokens(config) -> float:
-    """The most tokens a model can read, given its horizon and its learned positions."""
+    """The most tokens a model can read, given its horizon and its learned positions; of an encoder-decoder
+    the decoder."""
     if config.model_type.startswith("cosformer"):
         heads, learned = config.num_attention_heads, config.positions == "learned"
         made = [config.mixer_of(name, heads=heads, size=2) for name in dict.fromkeys(config.layer_mixers)]
-        horizon = min(mixer.reach for mixer in made)
+        horizon = min((mixer.reach for mixer in made), default=math.inf)
+        reach = _tokens(horizon, causal=config.causal_layers)
     else:  # a foreign architecture, which checks softmax's limit itself
         options = getattr(config, "cosformer", None)
         given = math.inf if options is None else options.get("horizon")
         learned = given is None  # it may have learned positions
-        horizon = max_positions(config) if given is None else given
-    reach = horizon if horizon == math.inf else int(horizon) + 1  # the ends may lie a horizon apart
+        reach = _tokens(max_positions(config) if given is None else given, causal=True)
     return min(reach, max_positions(config)) if learned else reach
+
+
+def _tokens(horizon: float, *, causal: bool) -> float:
+    """The most tokens that `reaches` admits."""
+    if horizon == math.inf:
+        return horizon
+    return int(horizon) + 1 if causal else math.ceil(horizon)

@@ -118,6 +118,10 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
             beside = "attention_mask" if past_key_values is None else "past_key_values"
             told = "cu_seq_lens_q marks packed sequences, which have no padding and no cache"
             raise ValueError(f"{told}: leave {beside} out")
+        if marks is not None and shared and position_ids is None:
+            raise ValueError(
+                "cu_seq_lens_q of a sequence in several processes: give position_ids in its place"
+            )
         if past_key_values is not None and attention_mask is None:
             check_unbroken(position_ids)
         if past_key_values is None and attention_mask is None and not shared:

@@ -7,6 +7,8 @@ No N x N mask is made: scores are (blocks, C, keys of the block), so memory is N
     C   block size      n   blocks of a sequence      W   blocks of keys for one block of queries
 """
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -59,8 +61,14 @@ def attend(
 
     A query with no key gives zeros and a log of NOTHING. All in float32, or float64 for float64 input.
     """
-    with torch.autocast(q.device.type, enabled=False):  # NOTHING is no number of half precision
+    with full_precision(q.device.type):  # NOTHING is no number of half precision
         return _attend(q, k, v, allowed, bias)
+
+
+def full_precision(device: str) -> AbstractContextManager:
+    """Products as precise as their operands, where autocast would make them half."""
+    on = torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)  # not on meta
+    return torch.autocast(device, enabled=False) if on else nullcontext()
 
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, allowed: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from . import Mixer, Sizes, register
+from .blocks import full_precision
 from .keys import all_kept
 
 
@@ -71,7 +72,7 @@ class Nystrom(Mixer):
             self.conv = nn.Conv2d(H, H, (conv, 1), padding=(conv // 2, 0), groups=H, bias=False)
 
     def mix(self, q, k, v, *, x, causal, key_mask):
-        with torch.autocast(q.device.type, enabled=False):  # the iterated inverse needs the precision
+        with full_precision(q.device.type):  # the iterated inverse needs the precision
             return self._mix(q, k, v, key_mask)
 
     def _mix(self, q, k, v, key_mask):

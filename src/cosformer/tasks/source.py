@@ -118,7 +118,7 @@ def files(data: Any) -> dict[str, list[Path]]:
     if not named:
         raise DataError("the folder holds no files", path=path)
     if ["train"] not in named.values():
-        held = {split: [file for file in named if _called(file, split)] for split in SPLITS[1:]}
+        held = {split: [file for file in named if _called(file, split, path)] for split in SPLITS[1:]}
         others = [file for file in named if not any(file in mine for mine in held.values())]
         parts = {"train": others, **held} if any(held.values()) else {"all": others}
         return {part: mine for part, mine in parts.items() if mine}
@@ -139,10 +139,13 @@ def _splits_of(name: Path) -> list[str]:
     return [split for split in SPLITS if words & SPLIT_WORDS[split]]
 
 
-def _called(file: Path, split: str) -> bool:
-    """Whether a table or text is called by a split's name alone, as test.csv is; among texts a name that only
-    mentions one (the_test.txt) may be a title."""
-    return form(file) in (*TABLES, ".txt") and file.name.lower().split(".")[0] in SPLIT_WORDS[split]
+def _called(file: Path, split: str, folder: Path) -> bool:
+    """Whether a table, or a text right in the folder, is called by a split's name alone, as test.csv is.
+
+    Among texts other names (the_test.txt, part-2/test.txt) may be titles.
+    """
+    known = form(file) in TABLES or (form(file) == ".txt" and file.parent == folder)
+    return known and file.name.lower().partition(form(file))[0] in SPLIT_WORDS[split]
 
 
 def _tsv(path: Path, bad: BadRows) -> Iterator[tuple[int, list[str]]]:

@@ -21,7 +21,7 @@ from ..seal import damage
 from ..tasks.contract import Rows
 from . import models
 from .alive import watched
-from .progress import OWN
+from .progress import OWN, say
 from .settings import DEFAULTS, Run, SettingsError
 from .trainer import Trainer
 
@@ -52,7 +52,8 @@ def build_task(run: Run, *, model: str | None = None) -> tasks.Task:
         if {"tokenizer", "length"} <= accepted.keys():  # of a text: else it would be taken from the data
             with refused(OSError, f"model {saved}"):
                 config = AutoConfig.from_pretrained(saved, local_files_only=True)
-            chosen.setdefault("length", config.max_position_embeddings)
+            trained = facts_of(saved).get("task", {}).get("length")  # perhaps longer than its first model's
+            chosen.setdefault("length", trained or config.max_position_embeddings)
     with refused((ValueError, TypeError, OSError), f"task {run.task!r}"):
         return tasks.build(run.task, **chosen)
 
@@ -226,8 +227,10 @@ def evaluate(run: Run, model: str | Path, *, split: str = "test", other: bool = 
         if "labels" in accepted and head[0] == models.CLASSES["sequence-classification"].__name__:
             settings.setdefault("labels", models.labels_of(str(model)))
         task = build_task(dataclasses.replace(run, task_settings=settings), model=str(model))
-        if task.fingerprint == trained_on(Path(model)):
+        if task.fingerprint == facts_of(Path(model)).get("data"):
             task = None
+        else:
+            say("this is other data than the model was trained on: what names no splits is scored whole")
     if task is None:
         task = build_task(run, model=str(model))
     if head[0] != models.CLASSES[task.kind].__name__:
@@ -246,7 +249,10 @@ def evaluate(run: Run, model: str | Path, *, split: str = "test", other: bool = 
     return found | {"examples": min(rows, run.test_examples or rows)}
 
 
-def trained_on(model: Path) -> str | None:
-    """The fingerprint of the data that a model or checkpoint was trained on, if its run is known."""
-    facts = (model.parent if model.name.startswith("checkpoint-") else model) / "resolved.json"
-    return json.loads(facts.read_text())["data"] if facts.exists() else None
+def facts_of(model: Path) -> dict[str, Any]:
+    """What resolved.json says about the run that left a model or checkpoint; nothing if it is not known."""
+    path = (model.parent if model.name.startswith("checkpoint-") else model) / "resolved.json"
+    try:
+        return json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}

@@ -60,7 +60,7 @@ def evaluate_verb(argv: list[str]) -> None:
     with one_line(p.prog):
         given, training = parse(p, argv)
         run = saved_run(given, training)
-        found = evaluate(run, given.model, split=given.split, other="task.data" in vars(given))
+        found = evaluate(run, given.model, split=given.split, other=is_other(run, run_of(given.model)))
     lines = "\n".join(f"{key:<20} {value:.6g}" for key, value in found.items())
     say(json.dumps(found) if given.json else lines, to=sys.stdout)
 
@@ -193,10 +193,20 @@ def saved_run(given: argparse.Namespace, training: dict[str, Any]) -> Run:
     if idle := [table for table in ("model_fields", "pretrain") if table in chosen]:
         raise SettingsError(f"--set takes task.KEY=VALUE here: {idle[0]} are of training")
     if run is not None and chosen["task"] == run.task:
-        chosen["task_settings"] = run.task_settings | chosen.get("task_settings", {})
+        kept = dict(run.task_settings)
+        if str(kept.get("tokenizer")).startswith("bpe"):  # it is saved beside the model, and need not be made
+            del kept["tokenizer"]
+        chosen["task_settings"] = kept | chosen.get("task_settings", {})
         chosen["training"] = {key: run.training[key] for key in run.training if "fsdp" not in key} | training
         chosen.setdefault("test_examples", run.test_examples)
     return Run(**chosen)
+
+
+def is_other(run: Run, trained: Run | None) -> bool:
+    """Whether a run's data lies elsewhere than what a model was trained on."""
+    data = run.task_settings.get("data")
+    own = None if trained is None else trained.task_settings.get("data")
+    return data is not None and (own is None or Path(data).resolve() != Path(own).resolve())
 
 
 def train_and_say(p: argparse.ArgumentParser, argv: list[str], *, task: str | None = None) -> None:

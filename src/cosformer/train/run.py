@@ -56,7 +56,7 @@ def train(run: Run, *, resume: bool = False, watch: TrainerCallback | None = Non
         start = run.start if run.pretrain is None else pretrain(run, task, watch=watch)
         return stage(run, task, start=start, watch=watch)
     except SettingsError:
-        if new:  # it never became a run: free the folder for the next attempt
+        if new and not is_sealed(out / "pretrain"):  # it never became a run: free the folder
             for name in ("run.json", "resolved.json", "metrics.jsonl"):
                 (out / name).unlink(missing_ok=True)
         raise
@@ -142,10 +142,11 @@ def stage(run: Run, task: tasks.Task, *, start: str | None, watch: TrainerCallba
             with watched():
                 try:
                     trainer.train(resume_from_checkpoint=last and str(last))
-                except ValueError as error:  # what a model refuses, it refuses in its first step
+                except (ValueError, TypeError, ImportError) as error:  # a refusal comes in the first step
                     if trainer.state.global_step or isinstance(error, (SettingsError, tasks.DataError)):
                         raise
-                    raise SettingsError(" ".join(str(error).split())) from error
+                    kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+                    raise SettingsError(kind + " ".join(str(error).split())) from error
                 if interrupt.asked is not None and trainer.state.global_step < trainer.state.max_steps:
                     at = f"interrupted by {interrupt.asked} at step {trainer.state.global_step}"
                     raise Interrupted(f"{at}; {trainer.what_is_left()}")

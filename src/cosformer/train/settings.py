@@ -125,7 +125,7 @@ def check_training(table: dict[str, Any]) -> None:
         raise SettingsError("output_dir is the run's --out; leave it out")
     for key, (least, below) in RANGES.items():
         value = table.get(key)
-        if value is not None and not least <= value < below:
+        if value is not None and not (least <= value and (value < below or below == math.inf)):
             accepted = f"at least {least:g}" + (f" and less than {below:g}" if below < math.inf else "")
             raise SettingsError(f"{key} is {value}; it must be {accepted}")
     if table.get("max_steps", 1) < 1 and "num_train_epochs" not in table:
