@@ -238,9 +238,9 @@ def test_a_refusal_after_pre_training_keeps_the_run(capsys, monkeypatch):
     argv = ["listops", "--size", "toy", "--max_steps", "2", "--out", "run", "--pretrain-first"]
     for setting in (*chosen, "task.examples=64,8,8"):
         argv += ["--set", setting]
-    monkeypatch.setattr(run_module, "build_trainer", refusing(run_module.build_trainer))
-    assert "refused" in complaint(capsys, cli.train_verb, *argv)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(run_module, "build_trainer", refusing(run_module.build_trainer))
+        assert "refused" in complaint(capsys, cli.train_verb, *argv)
     assert "already holds a run" in complaint(capsys, cli.train_verb, *argv, "--mixer", "softmax")
 
 
