@@ -382,7 +382,7 @@ def test_a_step_is_timed_on_batches_like_those_of_the_training(monkeypatch, tmp_
         (["--full", "--data", "/nowhere"], "wikitext2-lm needs /nowhere/wikitext-2: there is no such file"),
         (["--data", "/nowhere"], "lm needs /nowhere: there is no such file or folder"),
         (["--full", "--minutes", "9"], "--minutes goes with the default comparison"),
-        (["--subjects", "lm", "poetry"], "--subjects poetry: one of lm, listops, recall, cost"),
+        (["--subjects", "lm", "poetry"], "--subjects poetry: one of lm, recall, listops, cost"),
         (["--mixers", "softmax", "nobody"], "unknown mixer 'nobody'; one of bigbird"),
         (["--mixers", "softmax+sine"], "positions 'sine' is unknown; one of rope"),
         (["--full", "--data", "nowhere", "--subjects", "sst2"], "nowhere/wikitext-2"),
