@@ -190,7 +190,7 @@ def test_a_pair_has_the_hidden_states_of_both():
     assert [state.shape[1] for state in states] == [17] * 3 + [9] * 3
 
 
-@pytest.mark.parametrize("kind", ["mean", "max", "mean-max", "attention"])
+@pytest.mark.parametrize("kind", ["first", "mean", "max", "mean-max", "attention"])
 def test_a_text_without_tokens_is_pooled_to_zeros(kind):
     pooling, hidden, keep = Pooling(kind, 6), torch.randn(2, LENGTH, 6, requires_grad=True), KEEP.clone()
     keep[1] = 0

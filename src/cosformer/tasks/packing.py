@@ -33,10 +33,11 @@ class Packed(Rows):
             raise ValueError(f"stride must lie in 1 ... length - 1 = {length - 1}; got {stride}")
         self.table, self.length, self.isolate = table, length, isolate
         self.step, self.sliding = stride or length, stride is not None
-        total = len(table.values("tokens")) if len(table) else 0
-        self.count = max(1, total // length) if stride is None else 1 + max(0, -(-(total - length) // stride))
-        if not total:
+        if not len(table):  # of a set that is not needed
             self.count = 0
+            return
+        total = len(table.values("tokens"))
+        self.count = max(1, total // length) if stride is None else 1 + max(0, -(-(total - length) // stride))
 
     def __len__(self) -> int:
         return self.count
