@@ -28,12 +28,18 @@ inline void store(float *p, vec x) { *reinterpret_cast<loose_vec *>(p) = x; }
 
 inline vec plus(vec sum, float a, vec b) { return sum + a * b; }
 
-inline float sum(vec x) {
-    float halves[W];
-    store(halves, x);
-    for (int h = W / 2; h; h /= 2)
-        for (int i = 0; i < h; i++) halves[i] += halves[i + h];
-    return halves[0];
+inline float sum(vec x) {  // halves added to halves, in registers
+    typedef float quad __attribute__((vector_size(16)));
+#if defined(__AVX512F__)
+    auto eight = __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15);
+    quad four = __builtin_shufflevector(eight, eight, 0, 1, 2, 3) + __builtin_shufflevector(eight, eight, 4, 5, 6, 7);
+#elif defined(__AVX__)
+    quad four = __builtin_shufflevector(x, x, 0, 1, 2, 3) + __builtin_shufflevector(x, x, 4, 5, 6, 7);
+#else
+    quad four = x;
+#endif
+    four += __builtin_shufflevector(four, four, 2, 3, 0, 1);
+    return four[0] + four[1];
 }
 
 inline float dot(const float *a, const float *b, int64_t n) {
