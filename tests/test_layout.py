@@ -51,7 +51,13 @@ ORDER = {
         "linear parallel",
         "cosformer",
     ],
-    "mixers": ["blocks keys", "contract", "positions", "kernel lowrank lsh polynomial random softmax sparse"],
+    "mixers": [
+        "blocks keys",
+        "contract",
+        "positions",
+        "kernel lowrank lsh polynomial random softmax sparse",
+        "forgetting",
+    ],
     "hf": [
         "labels",
         "cache checks loss parallel pooling reach rows saved sizes",

@@ -244,6 +244,30 @@ def test_gradients_of_nystroms_convolution_in_float32(length):
     assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
 
 
+# forgetting
+
+
+@both
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_forgetting_is_softmax_with_decay(causal, dtype):
+    """With sums of rates in the thousands, which half precision would round to multiples of ten."""
+    mixer = moved(toy_mixer("forgetting", width=12), by=0.3)
+    (q, k, v), x = qkv(33), torch.randn(2, 33, 12).double()
+    mixer.decay.gate.bias.data += 5
+    given = [t.to(dtype) for t in (q, k, v)]
+    sums = mixer.decay.rates(x).cumsum(-1)
+    assert sums.max() > 1000
+    q, k, v = (t.double() for t in given)
+    scores = q @ k.mT / math.sqrt(DIM) - (sums[..., :, None] - sums[..., None, :]).abs()
+    wanted = scores.where(past(33, causal) > 0, -math.inf).softmax(-1) @ v
+    out = mixer(*given, x=x, causal=causal)
+    assert out.dtype == dtype
+    close = {} if dtype == torch.float64 else {"rtol": 2**-7, "atol": 1e-3}
+    assert_close(out.double(), wanted, **close)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_close(mixer(*given, x=x, causal=causal).double(), wanted, **close)
+
+
 # polynomial
 
 

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from . import Mixer, register
+from . import Admission, Mixer, register
 from .keys import extend
 
 PAIRS = 2**24  # of a query and a key in one mask
@@ -23,7 +23,7 @@ class Softmax(Mixer):
     """Scaled dot-product attention (Vaswani et al., 2017, arXiv:1706.03762); it keeps all keys and values."""
 
     streaming = True
-    sharding = True
+    sharding: Admission = True
     layer_type = "full_attention"
 
     def mix(self, q, k, v, *, x, causal, key_mask):

@@ -53,6 +53,7 @@ KNOWN = {
     "local": ("local attention", 7),
     "polynomial": ("polynomial", 1),
     "llama": ("transformers' Llama", 2),
+    "forgetting": ("softmax + gated decay", 7),
 }
 NOTHING = "–"
 
