@@ -158,6 +158,11 @@ def full(root: str) -> list[Subject]:
         bytes_, name="wikitext2-lm-long", title="WikiText-2 language model, bytes, 5,000 steps",
         steps=5_000, seeds=(0,),
     )
+    longer = dataclasses.replace(  # as many tokens, where linear attention pays
+        bytes_, name="wikitext2-lm-8192", title="WikiText-2 language model, bytes, 8,192 tokens",
+        settings={**bytes_.settings, "length": 8192}, batch=1, steps=500, seeds=(0,), test_examples=64,
+        eval_examples=16,
+    )
     image = Subject(
         name="image", group="lra", title="Image: CIFAR-10, grey pixels, 1,024", task="image",
         data="CIFAR-10", settings={"data": f"{root}/cifar10-gray"}, size="toy", fields=LONG, batch=32,
@@ -167,6 +172,7 @@ def full(root: str) -> list[Subject]:
     return [
         bytes_,
         long,
+        longer,
         *(dataclasses.replace(of, name=f"{of.name}-conv", title=f"{title}, with convolution and norms",
                               group="parts", seeds=(0,), by_position=False, search_on=of, note=None,
                               fields={**of.fields, "short_conv": 4, "qk_norm": True}, only=(mixer,))
@@ -189,6 +195,16 @@ def full(root: str) -> list[Subject]:
         many_pairs,
         *(recall(length, pairs, search_on=many_pairs if length == 256 else few)
           for length, several in GRID.items() for pairs in several),
+        *(dataclasses.replace(of, name=f"{of.name}-conv", title=f"{of.title}, with convolution and norms",
+                              group="parts", seeds=(0,), only=("softmax+rope",),
+                              fields={**of.fields, "short_conv": 4, "qk_norm": True})
+          for of in (few, many_pairs)),
+        dataclasses.replace(  # four layers: one in four of the hybrid's is softmax
+            recall(128, 16, search_on=few), name="recall-128-16-deep", seeds=(0,),
+            title="Recall of 16 pairs in 128 tokens, four layers",
+            fields={"num_hidden_layers": 4, "initializer_range": 0.02},
+            only=("softmax+rope", "cosformer", "cosformer-hybrid"),
+        ),
         listops,
         dataclasses.replace(
             listops, name="listops-2000-rates", title="ListOps, 2,000, best of three rates",
