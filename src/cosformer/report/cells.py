@@ -181,8 +181,14 @@ def _experiments(rows: list[Quality]) -> list[Experiment]:
         cell = together.setdefault(key, {}).setdefault(row.mixer, Cell(row.mixer, [], []))
         (cell.done if row.status == "done" else cell.undone).append(row)
     order = [*GROUPS, *(row.group for row in rows)]
+    titles = [row.title for row in firsts.values()]
     found = [Experiment(firsts[key], [cells[m] for m in looks(cells)]) for key, cells in together.items()]
-    return sorted(found, key=lambda e: (order.index(e.row.group), _recalled(e.row)))
+    return sorted(found, key=lambda e: (order.index(e.row.group), _recalled(e.row), _place(e.row, titles)))
+
+
+def _place(row: Quality, titles: list[str]) -> int:
+    """Where a task stands: behind the one whose title its own begins with ("x" and "x, 5,000 steps")."""
+    return next(place for place, title in enumerate(titles) if row.title.startswith(title))
 
 
 @dataclass(frozen=True)
@@ -192,9 +198,17 @@ class Verdict:
     experiment: Experiment
     ours: Cell | None
     theirs: Cell | None
-    outcome: str  # better, worse, tie, not learned, not compared
+    outcome: str  # better, worse; ahead, behind (one seed); tie, not learned, not compared
     difference: str  # "2.6 % higher", or why they are not compared
     margin: str = ""  # why a tie is one
+
+    @property
+    def won(self) -> bool:
+        return self.outcome in ("better", "ahead")
+
+    @property
+    def lost(self) -> bool:
+        return self.outcome in ("worse", "behind")
 
 
 def verdict(e: Experiment) -> Verdict:
@@ -223,7 +237,9 @@ def verdict(e: Experiment) -> Verdict:
     difference = "equal" if a == b else f"{change(e.row.metric, b, a)} {higher}"
     if margin := _why_tied(e, mine.value, other.value):
         return Verdict(e, mine, other, "tie", difference, margin)
-    return Verdict(e, mine, other, "better" if sign * (a - b) > 0 else "worse", difference)
+    several = min(mine.value.seeds, other.value.seeds) > 1  # of one seed nobody knows what another would give
+    won, lost = ("better", "worse") if several else ("ahead", "behind")
+    return Verdict(e, mine, other, won if sign * (a - b) > 0 else lost, difference)
 
 
 def change(metric: str, before: float, after: float) -> str:
@@ -242,7 +258,9 @@ def _why_tied(e: Experiment, ours: Span, theirs: Span) -> str:
     if max(ours.seeds, theirs.seeds) > 1 and ours.low <= theirs.high and theirs.low <= ours.high:
         return "the ranges of the seeds overlap"
     if share and 0 <= min(a, b) and max(a, b) <= 1:
-        variances = (x.mean * (1 - x.mean) / max(1, e.row.examples * x.seeds) for x in (ours, theirs))
+        variances = (
+            x.mean * (1 - x.mean) / max(1, e.row.examples) for x in (ours, theirs)
+        )  # seeds share them
         if abs(a - b) <= 2 * math.sqrt(sum(variances)):
             return f"within two standard errors of {e.row.examples:,} test examples"
     return ""

@@ -15,7 +15,7 @@ WORKS = (("training", "trains", "at length {}"), ("decoding", "decodes", "after 
 def paragraphs(measured: Measured) -> list[str]:
     """The summary: what we gain and where softmax wins; where we win or tie; what cannot be compared."""
     verdicts = measured.verdicts
-    contests = [v for v in verdicts if v.outcome in ("better", "tie", "worse")]
+    contests = [v for v in verdicts if v.won or v.lost or v.outcome == "tie"]
     gained, lost, missing = _costs(measured)
     found = [
         [*gained, _lost(contests), *lost],
@@ -45,7 +45,7 @@ def _costs(measured: Measured) -> tuple[list[str], list[str], list[str]]:
 
 def _lost(contests: list[Verdict]) -> str:
     """Where softmax wins: it comes first, with what we gain."""
-    lost = [v for v in contests if v.outcome == "worse"]
+    lost = [v for v in contests if v.lost]
     number = f"{len(contests)} comparison{'s' if len(contests) > 1 else ''} of quality"
     listing = f" ({_listing(lost, contests, who='cosFormer ')})" if lost else ""
     return f"Softmax wins {len(lost) or 'none'} of {number}{listing}." if contests else ""
@@ -55,7 +55,8 @@ def _quality(contests: list[Verdict]) -> list[str]:
     """The first task in words (the language model, if there is one), and one sentence about all."""
     said = [_in_words(v) for v in contests[:1]]
     parts = []
-    for outcome, words in (("better", "better in"), ("tie", "not told apart in")):
+    told = {"better": "better in", "ahead": "ahead, with one seed, in", "tie": "not told apart in"}
+    for outcome, words in told.items():
         if found := [v for v in contests if v.outcome == outcome]:
             parts.append(f"{words} {len(found)} ({_listing(found, contests)})")
     if len(contests) > 1 and parts:
@@ -84,6 +85,8 @@ def _in_words(v: Verdict) -> str:
     found = f"{v.difference}, which is {v.outcome}"
     if v.outcome == "tie":
         found = f"a tie ({v.difference}; {v.margin})"
+    elif v.outcome in ("ahead", "behind"):
+        found = f"{v.difference}: {v.outcome}, with one seed"
     what = f"the {metric_name(metric).removesuffix(', %')} of {name(v.ours.mixer)}"
     return (
         f"{v.experiment.row.title}: {what} is {said[0]} against {said[1]} of {name(v.theirs.mixer)}, {found}."

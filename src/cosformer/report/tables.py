@@ -31,9 +31,10 @@ def verdicts(measured: Measured) -> Table | None:
         rows.append((e.row.title, [*outcome, metric, *contest, *others]))
     note = (
         "cosFormer is the recommended configuration, cosFormer (paper) the published one. It is compared with"
-        " the better of softmax with learned positions and softmax with RoPE. Tie: the ranges of the seeds"
-        " overlap, or two accuracies differ by less than two standard errors on so many test examples, or"
-        f" other values by less than {100 * TIE:g} %. Not learned: no mixer beats the most frequent answer by"
+        " softmax with learned positions or with RoPE; if both were run, with the better. Ahead, behind: by"
+        " one seed, and another might end otherwise. Tie: the ranges of the seeds overlap, or accuracies"
+        " differ by less than two standard errors on so many test examples, or other values by less than"
+        f" {100 * TIE:g} %. Not learned: no mixer beats the most frequent answer by"
         " two standard errors."
         " Seeds: of cosFormer and softmax. In brackets: the lowest and the highest of several seeds, and what"
         " was published for the same protocol."
