@@ -40,7 +40,7 @@ LAW = {
 # Mechanisms import the registry, which imports them in turn once it is complete.
 ORDER = {
     "ops": [
-        "call triton",
+        "call modes triton",
         "checks fades memory packing shard triton.blocks triton.parts triton.tiles",
         "triton.device triton.kernels",
         "operator _native _torch triton.run",

@@ -12,6 +12,8 @@ from judge import assert_close, inputs, on, value_and_grads
 from cosformer import CosformerAttention, State, cosformer_attention, cosformer_stream
 from cosformer.ops import operator
 from cosformer.ops.call import Call, Inputs
+from cosformer.ops.convolution import short_convolution
+from cosformer.ops.norm import rms_norm
 
 MODES = [{}, {"causal": True}, {"decay": True}, {"causal": True, "decay": True}]
 
@@ -235,3 +237,30 @@ def test_default_horizon_compiles_at_any_length():
     for L in (20, 30, 41):
         q, k, v = inputs(L=L, S=L)
         assert_close(f(q, k, v), cosformer_attention(q, k, v, causal=True))
+
+
+# The parts of a layer beside the operator, where torch records or transforms: they must not reach for memory.
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@torch.no_grad()
+def test_a_module_can_be_traced():
+    module = moved(CosformerAttention(32, 4, horizon=math.inf, decay="gated", batch_first=True)).eval()
+    module.forward = lambda x: CosformerAttention.forward(module, x, x, x, is_causal=True)[0]
+    x, other = torch.randn(2, 30, 32), torch.randn(2, 30, 32)
+    torch.testing.assert_close(torch.jit.trace(module, x)(other), module(other))
+
+
+@pytest.mark.parametrize("part", ["norm", "convolution"])
+def test_parts_of_a_layer_under_transforms_of_their_weight(part):
+    x = torch.randn(2, 9, 8)
+    run, weight = {
+        "norm": (lambda w: rms_norm(x, w, 1e-6), torch.randn(8)),
+        "convolution": (lambda w: short_convolution(x, w), torch.randn(8, 4)),
+    }[part]
+    leaf = weight.clone().requires_grad_()
+    (wanted,) = torch.autograd.grad(run(leaf).square().sum(), leaf)
+    torch.testing.assert_close(torch.func.grad(lambda w: run(w).square().sum())(weight), wanted)
+    many = torch.stack([weight, 2 * weight])
+    with torch.no_grad():
+        torch.testing.assert_close(torch.func.vmap(run)(many), torch.stack([run(w) for w in many]))

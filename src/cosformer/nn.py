@@ -4,11 +4,11 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch._C._functorch import is_functorch_wrapped_tensor
 
 from .decay import Decay, DecaySpec, span_of
 from .layer import Interior, LayerState, Tokens
 from .mixers import build
+from .ops import modes
 from .ops.checks import Horizon, horizon_list, shown
 
 ANOTHER = "attention to another sequence (query and key are two tensors; for self-attention pass one as both)"
@@ -238,15 +238,11 @@ def _is_one(query: Tensor, key: Tensor) -> bool:
     """Whether query and key are one tensor, or share memory, as when checkpointing recomputes."""
     if key is query:
         return True
-    if torch.compiler.is_compiling() or not all(map(_has_memory, (query, key))):
+    plain = all(modes.is_plain(x) and x.layout is torch.strided for x in (query, key))
+    if torch.compiler.is_compiling() or not plain or modes.transforming(query, key):
         return False
     one, other = ((x.data_ptr(), x.shape, x.stride(), x.dtype, x.device, x.is_neg()) for x in (query, key))
     return one == other
-
-
-def _has_memory(x: Tensor) -> bool:
-    plain = type(x) in (Tensor, nn.Parameter) and not is_functorch_wrapped_tensor(x)
-    return plain and x.layout is torch.strided and not x.is_meta
 
 
 def _check_state(state: LayerState, rows: int) -> None:

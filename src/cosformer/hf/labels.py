@@ -5,10 +5,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch._subclasses.fake_tensor import is_fake
 
-from ..ops import checks
+from ..ops import checks, modes
 
 IGNORE = -100  # the label of a token without one, as torch and transformers have it
 
@@ -69,9 +67,7 @@ def check_of_tokens(hidden: Tensor, labels: Tensor) -> None:
 
 def has_values(labels: Tensor) -> bool:
     """Whether they can be read without waiting: not in a graph, on a device, under vmap, as mere shapes."""
-    if torch.compiler.is_compiling() or is_functorch_wrapped_tensor(labels) or is_fake(labels):
-        return False
-    return checks.readable(labels)
+    return modes.have_addresses(labels) and checks.readable(labels)
 
 
 def check_classes(labels: Tensor, classes: int) -> None:

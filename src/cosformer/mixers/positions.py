@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from ..ops import modes
 from .contract import generator
 
 
@@ -53,8 +53,7 @@ class Rope(nn.Module):
 
 def _tables(*of) -> tuple[Tensor, Tensor]:
     """Cosine and sine (count, size / 2) of the angles from position start on; cached in eager mode."""
-    tracing = torch.compiler.is_compiling() or is_in_torch_dispatch_mode()
-    return _angles(*of) if tracing else _kept_angles(*of)
+    return _angles(*of) if modes.tracing() else _kept_angles(*of)
 
 
 @torch.inference_mode(False)  # a cached table may be used under autograd next

@@ -4,21 +4,16 @@ from collections.abc import Collection
 
 import torch
 from torch import Tensor
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from . import modes
 from ._native import CONVOLUTION, DTYPES, NORM, check, kernel, problem, result_like
 
 
-def takes(x: Tensor, dtypes: Collection[torch.dtype] = DTYPES) -> bool:
-    """Whether the kernel can take this tensor now; while torch traces or maps, it cannot."""
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or is_functorch_wrapped_tensor(x):
+def takes(x: Tensor, *beside: Tensor, dtypes: Collection[torch.dtype] = DTYPES) -> bool:
+    """Whether the kernel can take this tensor, and those read `beside` it, now."""
+    if not modes.have_addresses(x, *beside) or not x.is_cpu or x.dtype not in dtypes:
         return False
-    if forward_ad._current_level >= 0:  # forward-mode derivatives
-        return False
-    ours = type(x) in (Tensor, torch.nn.Parameter) and x.is_cpu and x.dtype in dtypes
-    return ours and x.numel() > 0 and not x.is_neg() and problem() is None
+    return x.numel() > 0 and not x.is_neg() and problem() is None
 
 
 def convolve(x, taps, ahead, boundaries) -> Tensor:

@@ -33,7 +33,7 @@ def short_convolution(
         return _sharded(x, weight, ahead, shard)
     if before is not None:
         return _streamed(x, weight, before)
-    if _rows.takes(x):
+    if _rows.takes(x, weight):
         boundaries = None if cu_seqlens is None else cu_seqlens.to("cpu", torch.int64).contiguous()
         return _Convolution.apply(x, weight, ahead, boundaries)
     return _plain(x, weight, ahead, cu_seqlens)

@@ -14,7 +14,7 @@ from . import _rows
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x (..., D), weight (D,) -> x normed, in the dtype of x; computed in float32 or wider."""
-    if _rows.takes(x):
+    if _rows.takes(x, weight):
         if not torch.is_grad_enabled():  # for one token autograd takes longer than the norm
             return _rows.norm(_flat(x), _scale(weight), eps).view(x.shape)
         return _Norm.apply(x, weight, eps)

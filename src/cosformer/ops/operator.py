@@ -9,11 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C import _are_functorch_transforms_active
-from torch._C._functorch import is_functorch_wrapped_tensor
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from . import modes
 from .call import DTYPES, Backend, Call, Grads, Inputs, Outputs, Upstream
 from .checks import Horizon, check_boundaries, check_eps, check_rates, horizon_list
 
@@ -267,9 +264,6 @@ backward_op.register_autograd(_no_second_derivative)
 backward_op.register_vmap(_vmap_backward)
 
 
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))  # a subclass, such as a fake tensor, has its data elsewhere
-
-
 def attend(x: Inputs, call: Call) -> Outputs:
     run = _dispatch_form(x, forward_op, _Attention.apply)
     return _forward(x, call) if run is None else _gathered(run(*x, *call), Outputs)[0]
@@ -285,11 +279,7 @@ def attend_backward(upstream: Upstream, x: Inputs, y: Outputs, call: Call) -> Gr
 def _dispatch_form(tensors, traced: Callable, differentiated: Callable) -> Callable | None:
     """The form of the operator that tracing or autograd needs for these tensors; None for a plain call."""
     given = [x for x in tensors if x is not None]
-    tracing = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_in_torch_dispatch_mode()
-    if tracing or given[0].is_meta or not _PLAIN.issuperset(map(type, given)):
+    if modes.tracing() or not all(map(modes.is_plain, given)):
         return traced
     graph = torch.is_grad_enabled() and any(x.requires_grad for x in given)
-    transformed = _are_functorch_transforms_active() or any(map(is_functorch_wrapped_tensor, given))
-    if graph or transformed or forward_ad._current_level >= 0:
-        return differentiated
-    return None
+    return differentiated if graph or modes.transforming(*given) else None

@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, is_grad_enabled, is_inference_mode_enabled
-from torch._C import _are_functorch_transforms_active, _dispatch_keys, _is_any_autocast_enabled, _is_tracing
+from torch._C import _dispatch_keys, _is_any_autocast_enabled
 from torch._C._autograd import _top_saved_tensors_default_hooks
 from torch._C._dynamo import guards
-from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
+from . import modes
 from .call import Backend, Call, Grads, Inputs, Outputs, Run, RunBackward, Upstream
 from .checks import Rates
 from .operator import choose, gradients
@@ -109,7 +108,7 @@ class Plan:
     def _backward_for(self, like, given, x, y, call) -> tuple[_Like, RunBackward] | None:
         """A backward for tensors like these, made and kept; None if there can be none."""
         dout, dafter = given[:2]
-        if like is None or any(t is not None and is_functorch_wrapped_tensor(t) for t in (dout, dafter)):
+        if like is None or modes.transforming(dout, dafter):
             return None
         run = self.backend.plan_backward(Upstream(dout, dafter), x, y, call)
         if run is None:
@@ -161,9 +160,7 @@ def _plans_are_off() -> bool:
 
 def _alike(*tensors) -> tuple | None:
     """What tensors must have in common to share a plan; None if there are no plans."""
-    if _is_tracing() or is_in_torch_dispatch_mode() or _is_any_autocast_enabled():
-        return None
-    if _are_functorch_transforms_active():
+    if modes.tracing() or modes.transforming() or _is_any_autocast_enabled():
         return None
     like = list[Any]()
     for x in tensors:
@@ -178,7 +175,7 @@ def _alike(*tensors) -> tuple | None:
 
 def make(key: tuple | None, x: Inputs, call: Call, given: Rates | None) -> Plan | None:
     """A plan for calls like this one, which was checked; `given` is its decay before any cast."""
-    if key is None or x.decay is not given or any(is_functorch_wrapped_tensor(t) for t in x if t is not None):
+    if key is None or x.decay is not given or modes.transforming(*x):
         return None
     recording, _, _, options = key[0]
     lasting = [n for option in options for n in (option if type(option) is tuple else (option,))]

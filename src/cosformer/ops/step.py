@@ -200,7 +200,7 @@ def takes(x: Tensor, rows: int) -> bool:
 
 
 def _is_plain(t: Tensor, dtype: torch.dtype) -> bool:
-    return _rows.takes(t, (dtype,)) and t.is_contiguous()
+    return _rows.takes(t, dtypes=(dtype,)) and t.is_contiguous()
 
 
 def _at(t: Tensor | None) -> int:
