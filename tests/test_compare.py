@@ -3,17 +3,18 @@
 import dataclasses
 import json
 import math
+import shlex
 
 import pytest
 import torch
 
-from cosformer import compare, reference, tasks
+from cosformer import compare, reference, tasks, train
 from cosformer.compare import budget, comparison, looks, plan, quality
 from cosformer.compare.comparison import Comparison
 from cosformer.compare.quality import TrainingCell
 from cosformer.hf.pooling import POOLINGS
 from cosformer.results import Cost, Exactness, Machine, Picture, Positions, Quality, Run, Search, of, read
-from cosformer.train import models
+from cosformer.train import cli, models
 
 TOY = plan.Subject(
     name="copy",
@@ -423,6 +424,17 @@ def test_the_subjects_of_the_evidence_can_be_had():
     assert sorted(plan.POOLINGS) == sorted(POOLINGS)  # every one that there is
     names = [subject.name for subject in plan.full("nowhere")]
     assert len(names) == len(set(names)) and {"recall-64-8", "recall-128-16"} <= set(names)
+
+
+def test_a_recorded_command_repeats_its_run(tmp_path):
+    for subject in plan.full("nowhere"):
+        run = TrainingCell(subject, "cosformer", 3, tmp_path).run(400, 2e-3)
+        argv = shlex.split(quality.command(run))
+        assert argv[:2] == ["cosformer", "train"]
+        again = train.Run(**cli.merge(*cli.parse(cli.train_parser(), argv[2:]))).plain()
+        wanted = run.plain() | {name: again[name] for name in ("out", "start")}  # folders beside one another
+        wanted["training"].pop("report_to")
+        assert again == wanted, subject.name
 
 
 def test_from_the_command_to_the_report(tmp_path, capsys, monkeypatch):

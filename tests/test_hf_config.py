@@ -429,6 +429,13 @@ def test_how_many_tokens_a_model_reads(horizon):
             model(token_ids(1, most + 1))
 
 
+def test_how_many_tokens_a_decoder_writes_whose_encoder_has_other_heads():
+    options = {"mixer": "cosformer-ladder", "encoder_mixer": "relu", "mixer_options": {"decay": [0.1, 0.2]}}
+    config = toy_config(hf.CosformerSeq2SeqModel, encoder_attention_heads=4, decoder_attention_heads=2)
+    config = type(config)(**{**config.to_dict(), **options})
+    assert most_tokens(config) == config.max_position_embeddings
+
+
 def test_fields_of_the_others_that_make_no_sense_are_refused():
     for kind in (hf.CosformerModel, hf.CosformerEncoderModel):  # BART's own is checked by transformers
         with pytest.raises(TypeError, match="dropout must be float; got 'a'"):

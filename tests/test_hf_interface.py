@@ -17,6 +17,7 @@ from transformers.masking_utils import flash_attention_mask
 import cosformer.hf
 from cosformer import reference
 from cosformer.decay import ladder
+from cosformer.hf.reach import most_tokens
 
 WIDTH, HEADS, POSITIONS, LENGTH = TOY["hidden_size"], 4, TOY["max_position_embeddings"], 11
 NARROW = {
@@ -218,6 +219,29 @@ def test_config_options_are_saved(tmp_path):
     torch.testing.assert_close(loaded(**x).logits, model(**x).logits, atol=1e-12, rtol=1e-12)
 
 
+@pytest.mark.parametrize("implementation", ["cosformer:softmax", "cosformer"])
+def test_the_scale_of_an_architecture_is_kept(implementation):
+    config = tf.GraniteConfig(**TOY, num_key_value_heads=2, attention_multiplier=2.0)
+    model = moved(tf.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double()).eval()
+    x, own = inputs("llama"), model(**inputs("llama")).logits
+    if implementation == "cosformer:softmax":
+        attached = cosformer.hf.attach(copy.deepcopy(model), "softmax")
+        torch.testing.assert_close(attached(**x).logits, own)
+    else:  # whose sums divide it out
+        model.set_attn_implementation(implementation)
+        doubled = copy.deepcopy(model)
+        for module in doubled.modules():
+            if hasattr(module, "scaling"):
+                module.scaling *= 2
+        torch.testing.assert_close(doubled(**x).logits, model(**x).logits)
+
+
+def test_the_reach_of_horizons_per_head():
+    config = copy.deepcopy(CONFIGS["llama"])
+    config.cosformer = {"horizon": [20, 30, 40, 50]}
+    assert most_tokens(config) == 21
+
+
 # What cannot be honoured is refused.
 
 
@@ -259,6 +283,9 @@ def test_refuses_packed_positions_and_preallocated_caches():
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5, 6]])
     with pytest.raises(ValueError, match="packed"):
         build("llama")(inputs("llama", batch=1)["input_ids"], position_ids=positions, use_cache=False)
+    marks = torch.tensor([0, 4, 11])
+    with pytest.raises(ValueError, match=r"asks for packed sequences \(cu_seq_lens_q\)"):
+        build("llama")(inputs("llama", batch=1)["input_ids"], cu_seq_lens_q=marks, use_cache=False)
     with pytest.raises(ValueError, match="dynamic cache"):
         build("llama").generate(inputs("llama")["input_ids"], cache_implementation="static", max_new_tokens=3)
 

@@ -273,6 +273,14 @@ def test_one_text_without_a_batch_is_refused():
 
 
 @pytest.mark.parametrize("kind", [CAUSAL, MASKED], ids=lambda c: c.__name__)
+def test_a_text_is_given_once(kind):
+    model, embeds = toy_model(kind), torch.randn(1, 17, 32)
+    for ids, given, told in ((token_ids(1, 17), embeds, "both"), (None, None, "neither")):
+        with pytest.raises(ValueError, match=f"input_ids or inputs_embeds, one of them; got {told}"):
+            model(ids, inputs_embeds=given)
+
+
+@pytest.mark.parametrize("kind", [CAUSAL, MASKED], ids=lambda c: c.__name__)
 @pytest.mark.parametrize("length", [20, 100])
 def test_a_mask_of_other_rows_is_refused(kind, length):
     model, x = toy_model(kind, max_position_embeddings=128), token_ids(2, length)

@@ -69,6 +69,19 @@ def modes(mixer):
 
 
 @every
+def test_nothing_to_read_gives_nothing(name, options):
+    """Other sequences without keys, and packed ones without tokens."""
+    mixer = build(name, options).float()
+    given = inputs(mixer, 7, dtype=torch.float32)
+    if mixer.cross is True and False in modes(mixer):
+        none = {key: given[key][:, :, :0] for key in "kv"}
+        assert not mixer(given["q"], **none).count_nonzero()
+    row = part(given, tokens=slice(0), rows=slice(1))
+    for causal in modes(mixer):
+        assert mixer(**row, causal=causal, cu_seqlens=torch.tensor([0, 0])).shape == (1, HEADS, 0, DIM)
+
+
+@every
 @pytest.mark.parametrize(("length", "size"), [(1, DIM), (7, 5), (33, DIM)])
 def test_shape_and_finite(name, options, length, size):
     mixer = build(name, options).float()

@@ -60,6 +60,7 @@ def test_what_names_layers_is_no_mixer_of_one(spec):
         ("rfa", {"sigma": 0}),
         ("sparse", {"pattern": "diagonal"}),
         ("sparse", {"stride": 4, "columns": 5}),
+        ("sparse", {"stride": 4, "columns": 0}),
     ],
 )
 def test_bad_options_are_named(name, options):

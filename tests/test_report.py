@@ -482,6 +482,8 @@ def test_command_line(tmp_path, capsys):
     empty.write_text("")
     report.main([str(good), "--html", str(tmp_path / "deep" / "report.html")])
     assert "2.6 % higher" in capsys.readouterr().out
+    report.main([str(good)])
+    assert "2.6 % higher" in capsys.readouterr().out
     for arguments, wrong in (
         ([bad, "--html", tmp_path / "none.html"], r"cosformer report: .*bad\.jsonl:3: not a row of results"),
         ([empty, "--html", tmp_path / "none.html"], "there are no results in"),

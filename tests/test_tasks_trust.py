@@ -308,6 +308,22 @@ def test_bad_rows_are_left_out_and_counted_up_to_a_number(tmp_path, name, line, 
         build("classify", data=path, skip_bad_rows=1)
 
 
+@pytest.mark.parametrize("task", ["lm", "mlm", "classify"])
+def test_text_that_is_no_unicode_is_a_bad_row(tmp_path, task):
+    rows = [f'{{"label": {i % 2}, "text": "good {i}"}}' for i in range(60)]
+    (tmp_path / "x.jsonl").write_text("\n".join([*rows, '{"label": 1, "text": "half \\ud800"}']))
+    with pytest.raises(DataError, match=r"x\.jsonl:61: column 'text' is no valid Unicode"):
+        build(task, data=tmp_path / "x.jsonl")
+    assert "1 rows" in build(task, data=tmp_path / "x.jsonl", skip_bad_rows=1).left_out[0]
+
+
+def test_whole_labels_may_be_written_as_floats(tmp_path):
+    for name, labels in (("floats", ("-1.0", "1.0")), ("ints", ("-1", "1"))):
+        rows = "".join(f"{labels[i % 2]},text {i}\n" for i in range(60))
+        (tmp_path / f"{name}.csv").write_text("label,text\n" + rows)
+        assert build("classify", data=tmp_path / f"{name}.csv").labels == ("-1", "1")
+
+
 def test_bad_rows_of_other_tasks(tmp_path):
     rows = [f'{{"source": "go {i}", "target": "gone {i}", "text": "gone {i}"}}' for i in range(60)]
     (tmp_path / "x.jsonl").write_text("\n".join([*rows, "{}", "nothing"]))

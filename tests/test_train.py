@@ -77,6 +77,7 @@ def test_of_equals_the_one_with_the_lowest_loss_is_the_best(monkeypatch):
         ({"max_steps": 1000, "eval_steps": 1}, 4, 500),
         ({"num_train_epochs": 50, "max_steps": -1, "eval_steps": 0.1}, 20, 150),  # of 24 rows
         ({"num_train_epochs": 50, "max_steps": -1, "eval_strategy": "epoch"}, 4, 150),
+        ({"max_steps": 1_000, "eval_strategy": "epoch"}, 4, 500),
     ],
 )
 def test_evaluation_is_sized_by_the_settings(training, while_training, final):

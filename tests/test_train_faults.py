@@ -209,7 +209,7 @@ def test_the_newest_whole_checkpoint_is_taken_and_the_others_are_named(fault, he
     go(resume=True)
     assert mine.exists()
     mine.rmdir()
-    found = {truncate: r"has [\d,]+ bytes in the place of [\d,]+", delete: "is missing"}
+    found = {truncate: r"has [\d,]+ bytes instead of [\d,]+", delete: "is missing"}
     what = found.get(fault, "is not what was written")
     line = (
         rf"run/checkpoint-5 is skipped: optimizer.pt {what} \(now damaged-checkpoint-5\)\ngoing on from run/"
@@ -255,7 +255,7 @@ def test_a_damaged_best_is_not_gone_on_without(here, whole, capsys):
 def test_a_damaged_model_is_made_again_and_nothing_else_is_done_with_it(here, whole, capsys):
     shutil.copytree(whole, "run")
     truncate(Path("run/model.safetensors"), random.Random(0))
-    what = r"model.safetensors has [\d,]+ bytes in the place of [\d,]+"
+    what = r"model.safetensors has [\d,]+ bytes instead of [\d,]+"
     damaged = f"run is damaged: {what}"
     assert re.search(f"{damaged}; another checkpoint", complaint(capsys, cli.evaluate_verb, "run"))
     assert re.search(damaged, complaint(capsys, cli.finetune_verb, "run", "copy", "--out", "x"))

@@ -64,7 +64,7 @@ def fault(path: Path, size: int, digest: str) -> str | None:
         with path.open("rb") as file:
             found = os.fstat(file.fileno()).st_size
             if found != size:
-                return f"{path.name} has {found:,} bytes in the place of {size:,}"
+                return f"{path.name} has {found:,} bytes instead of {size:,}"
             same = hashlib.file_digest(file, "sha256").hexdigest() == digest
     except FileNotFoundError:
         return f"{path.name} is missing"

@@ -44,6 +44,7 @@ REFUSED = {  # keyword: what it asks for
     "position_bias": "a bias on the scores",
     "head_mask": "a mask on the heads",
     "cache": "a paged cache",
+    "cu_seq_lens_q": "packed sequences",
 }
 logger = logging.get_logger(__name__)
 
@@ -94,13 +95,15 @@ def attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
+    scaling: float | None = None,
     dropout: float = 0.0,
     is_causal: bool | None = None,
     **kwargs,
 ) -> tuple[Tensor, None]:
     """transformers' attention function, with no weights to return.
 
-    q (B, H, L, D), k, v (B, Hk, S, .), key mask (B, S) -> (B, L, H, E)
+    q (B, H, L, D), k, v (B, Hk, S, .), key mask (B, S) -> (B, L, H, E). `scaling` is what the architecture
+    multiplies scores by; the operator's output does not depend on it.
     """
     refuse(module, kwargs)
     if dropout:
@@ -112,6 +115,9 @@ def attention(
     given: dict[str, Any] = {"causal": causal, "key_mask": checked(attention_mask, key)}
     name = module.config._attn_implementation.partition(":")[2]
     if name:
+        usual = query.shape[-1] ** -0.5  # as softmax has it
+        if scaling is not None and not math.isclose(scaling, usual):
+            query = query * (scaling / usual)
         out = by_mixer(module, name, query, key, value, **given)
     else:
         out = by_operator(module, query, key, value, **given)

@@ -109,7 +109,7 @@ def refuse_others() -> None:
     if softmax is not torch._C._nn.scaled_dot_product_attention and "context_parallel" in softmax.__module__:
         raise ValueError(
             "torch's context_parallel is active, which cuts and permutes sequences for softmax attention "
-            "alone; leave it, and use cosformer.hf.sequence_parallel in its place"
+            "alone; leave it, and use cosformer.hf.sequence_parallel instead"
         )
     refuse_sizes(AcceleratorState._shared_state.get("parallelism_config"))
 
@@ -122,7 +122,7 @@ def refuse_sizes(config: ParallelismConfig | None) -> None:
             raise ValueError(
                 f"accelerate's ParallelismConfig has {name}={size}, which cuts or permutes sequences for "
                 "softmax attention alone; leave it out, and use cosformer train --sequence-parallel "
-                f"{size}, or cosformer.hf.sequence_parallel, in its place"
+                f"{size}, or cosformer.hf.sequence_parallel, instead"
             )
 
 

@@ -42,7 +42,8 @@ def most_tokens(config) -> float:
     """The most tokens a model can read, given its horizon and its learned positions; of an encoder-decoder
     the decoder."""
     if config.model_type.startswith("cosformer"):
-        heads, learned = config.num_attention_heads, config.positions == "learned"
+        heads = getattr(config, "decoder_attention_heads", None) or config.num_attention_heads
+        learned = config.positions == "learned"
         made = [config.mixer_of(name, heads=heads, size=2) for name in dict.fromkeys(config.layer_mixers)]
         horizon = min((mixer.reach for mixer in made), default=math.inf)
         reach = _tokens(horizon, causal=config.causal_layers)
@@ -50,7 +51,8 @@ def most_tokens(config) -> float:
         options = getattr(config, "cosformer", None)
         given = math.inf if options is None else options.get("horizon")
         learned = given is None  # it may have learned positions
-        reach = _tokens(max_positions(config) if given is None else given, causal=True)
+        given = max_positions(config) if given is None else given
+        reach = _tokens(min(given) if isinstance(given, list | tuple) else given, causal=True)
     return min(reach, max_positions(config)) if learned else reach
 
 

@@ -144,5 +144,5 @@ MISPLACED = (
     "position_ids must count each sequence from 0: one sequence a row, or several packed into it "
     "(without attention_mask){}. A part of a sequence, or one in another order, has no meaning without its "
     "beginning (context parallelism permutes sequences: these models have cosformer.hf.sequence_parallel, "
-    "or cosformer train --sequence-parallel, in its place)"
+    "or cosformer train --sequence-parallel, instead)"
 )

@@ -110,61 +110,36 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
         **kwargs,
     ):
         check_call(self.config, kwargs, past_key_values, attention_mask=attention_mask)
-        if input_ids is not None and input_ids.ndim != 2:
-            raise ValueError(f"input_ids must be (batch, length); got shape {tuple(input_ids.shape)}")
-        boundaries, shared = None, self.sequence_group is not None
+        x = self._embedded(input_ids, inputs_embeds)
         marks = kwargs.get("cu_seq_lens_q")
-        if marks is not None and (past_key_values is not None or attention_mask is not None):
-            beside = "attention_mask" if past_key_values is None else "past_key_values"
-            told = "cu_seq_lens_q marks packed sequences, which have no padding and no cache"
-            raise ValueError(f"{told}: leave {beside} out")
-        if marks is not None and shared and position_ids is None:
-            raise ValueError(
-                "cu_seq_lens_q of a sequence in several processes: give position_ids in its place"
-            )
-        if past_key_values is not None and attention_mask is None:
-            check_unbroken(position_ids)
-        if past_key_values is None and attention_mask is None and not shared:
-            boundaries = packed_boundaries(position_ids) if marks is None else marks
-        if past_key_values is None and attention_mask is not None and not shared:
-            check_places(position_ids, attention_mask)
-        if boundaries is not None and use_cache:
-            raise ValueError(
-                "use_cache=True with packed sequences: a cache holds one sequence a row; pass use_cache=False"
-            )
-        if use_cache is None:
-            use_cache = self.config.use_cache and not self.training and boundaries is None and not shared
-        if use_cache and past_key_values is None:
-            past_key_values = self.new_cache()
-        embedded = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
-        cached = 0 if past_key_values is None else past_key_values.get_seq_length()
-        check_mask_shape("attention_mask", attention_mask, *embedded.shape[:2], cached=cached)
-        shard = shard_of(self, embedded, attention_mask, position_ids, past_key_values) if shared else None
+        boundaries = self._boundaries(marks, attention_mask, position_ids, past_key_values)
+        cache = self._cache(past_key_values, use_cache, boundaries)
+        cached = 0 if cache is None else cache.get_seq_length()
+        check_mask_shape("attention_mask", attention_mask, *x.shape[:2], cached=cached)
+        group = self.sequence_group
+        shard = None if group is None else shard_of(self, x, attention_mask, position_ids, cache)
         if self.config.positions == "learned":
             before = cached if shard is None else shard.offset
             if position_ids is None and attention_mask is not None:
-                position_ids = unpadded(attention_mask, embedded.shape[1], before, shard)
+                position_ids = unpadded(attention_mask, x.shape[1], before, shard)
             elif position_ids is None and boundaries is not None:
-                position_ids = places_of(boundaries, embedded.shape)
-            embedded = embedded + self.position_vectors(embedded, position_ids, before)
-        one_more = past_key_values is not None and embedded.shape[1] == 1 and shard is None
-        if one_more and not asks_for_more(self.config, kwargs):
-            hidden = next_token(self, embedded, past_key_values, attention_mask)
+                position_ids = places_of(boundaries, x.shape)
+            x = x + self.position_vectors(x, position_ids, before)
+        by_kernel = shard is None and not asks_for_more(self.config, kwargs)
+        if by_kernel and cache is not None and x.shape[1] == 1:
+            hidden = next_token(self, x, cache, attention_mask)
             if hidden is not None:
-                return BaseModelOutputWithPast(self.norm(hidden), past_key_values)
-        packed, shape = None, embedded.shape
-        whole = attention_mask is not None and past_key_values is None and shard is None
-        # A horizon of the call's own length would be another one.
-        whole = whole and not any(layer.self_attn.interior.mixer.own_horizon for layer in self.layers)
-        if whole and not asks_for_more(self.config, kwargs):
+                return BaseModelOutputWithPast(self.norm(hidden), cache)
+        packed, shape = None, x.shape
+        if by_kernel and cache is None and attention_mask is not None and not self._own_horizons():
             packed = without_padding(attention_mask)
         if packed is not None:
-            embedded, attention_mask, boundaries = packed.join(embedded), None, packed.cu_seqlens
+            x, attention_mask, boundaries = packed.join(x), None, packed.cu_seqlens
         out = super().forward(
-            past_key_values=past_key_values,
-            inputs_embeds=self.dropout(embedded),
-            use_cache=use_cache,
-            attention_mask=embedded.new_empty(0, 0, 0, 0),  # else Llama reads positions, and waits
+            past_key_values=cache,
+            inputs_embeds=self.dropout(x),
+            use_cache=cache is not None and use_cache is not False,
+            attention_mask=x.new_empty(0, 0, 0, 0),  # else Llama reads positions, and waits
             key_mask=attention_mask,  # not as Llama's attention_mask: under tracing that becomes L x L
             cu_seqlens=boundaries,
             shard=shard,
@@ -173,6 +148,51 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
         if packed is not None:
             out.last_hidden_state = packed.split(out.last_hidden_state, shape)
         return out
+
+    def _embedded(self, ids: Tensor | None, embeds: Tensor | None) -> Tensor:
+        if (ids is None) == (embeds is None):
+            told = "both" if embeds is not None else "neither"
+            raise ValueError(f"give input_ids or inputs_embeds, one of them; got {told}")
+        if ids is not None and ids.ndim != 2:
+            raise ValueError(f"input_ids must be (batch, length); got shape {tuple(ids.shape)}")
+        return self.embed_tokens(ids) if embeds is None else embeds
+
+    def _boundaries(
+        self, marks: Tensor | None, mask: Tensor | None, position_ids: Tensor | None, cache: Any
+    ) -> Tensor | None:
+        """Where packed sequences begin: as `marks` (cu_seq_lens_q) says, or else the positions; None if each
+        row is one sequence. Of a sequence in several processes `shard_of` reads the positions."""
+        if marks is not None and (cache is not None or mask is not None):
+            beside = "attention_mask" if cache is None else "past_key_values"
+            told = "cu_seq_lens_q marks packed sequences, which have no padding and no cache"
+            raise ValueError(f"{told}: leave {beside} out")
+        if self.sequence_group is not None:
+            if marks is not None and position_ids is None:
+                told = "cu_seq_lens_q of a sequence in several processes"
+                raise ValueError(f"{told}: give position_ids instead")
+            return None
+        if mask is None and cache is None:
+            return packed_boundaries(position_ids) if marks is None else marks
+        if mask is None:
+            check_unbroken(position_ids)
+        elif cache is None:
+            check_places(position_ids, mask)
+        return None
+
+    def _cache(self, given: Any, use_cache: bool | None, boundaries: Tensor | None) -> Any:
+        """The cache of this call: the given one, a new one, or None."""
+        if boundaries is not None and use_cache:
+            raise ValueError(
+                "use_cache=True with packed sequences: a cache holds one sequence a row; pass use_cache=False"
+            )
+        if use_cache is None:
+            one_each = boundaries is None and self.sequence_group is None
+            use_cache = self.config.use_cache and not self.training and one_each
+        return self.new_cache() if use_cache and given is None else given
+
+    def _own_horizons(self) -> bool:
+        """Whether a mixer's horizon is the length of its call, which packing would change."""
+        return any(layer.self_attn.interior.mixer.own_horizon for layer in self.layers)
 
     @staticmethod
     def places(mask: Tensor | None, position_ids: Tensor | None, seen: int) -> Tensor:

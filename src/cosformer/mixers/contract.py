@@ -93,10 +93,9 @@ class Mixer(nn.Module):
         """
         self._check(q, k, v, x, key_mask)
         self.refuse(causal=causal, cross=q.shape[2] != k.shape[2])
-        if cu_seqlens is not None:
-            if key_mask is not None:
-                told = "key_mask with cu_seqlens: packed sequences have no padding"
-                raise ValueError(f"{told}; pass one of them")
+        if cu_seqlens is not None and key_mask is not None:
+            raise ValueError("key_mask with cu_seqlens: packed sequences have no padding; pass one of them")
+        if cu_seqlens is not None and q.shape[2]:
             return self.mix_packed(q, k, v, cu_seqlens, x=x, causal=causal)
         if q.shape[2] == 0:  # blocks, segments and maxima need at least one token
             used = sum(t.sum() for t in (k, v, *self.parameters()))  # so that they have gradients, of zero

@@ -5,6 +5,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from ..ops.checks import shown
+
 ROOM = 64  # the least number of keys to make room for
 
 
@@ -61,6 +63,8 @@ def room(x: Tensor) -> int:
 
 def extend(keys: Keys | None, k: Tensor, v: Tensor, key_mask: Tensor | None) -> Keys:
     """The keys followed by the next ones."""
+    if not isinstance(keys, Keys | None):
+        raise TypeError(f"state must be one that this mixer's stream returned, or None; got {shown(keys)}")
     start = 0 if keys is None else keys.position
     at = torch.arange(start, start + k.shape[2], device=k.device)
     if keys is None:

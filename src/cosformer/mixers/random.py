@@ -91,7 +91,9 @@ class Performer(Mixer):
             options: dict[str, Any] = {"causal": True, "decay": rates}
         else:
             e = self._key_exponents(k, key_mask)
-            top = e.detach().amax((-2, -1), keepdim=True)
+            top = F.pad(e.detach(), (0, 0, 0, 1), value=-math.inf).amax(
+                (-2, -1), keepdim=True
+            )  # of no keys, too
             k, options = torch.exp(e - top.masked_fill(top.isinf(), 0)), {}
         options |= {"key_mask": key_mask, "eps": TINY}
         return linear_attention(self._queries(q), k, v.to(k.dtype), **options).to(v.dtype)

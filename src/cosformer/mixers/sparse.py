@@ -99,9 +99,10 @@ class Sparse(Mixer):
         self.pattern = pattern
         self.stride = max(1, round(sizes.max_length**0.5)) if stride is None else stride
         self.columns = min(8, self.stride) if columns is None else columns
-        if self.stride < 1 or not 0 <= self.columns <= self.stride:
+        least = 1 if pattern == "fixed" else 0  # the strided pattern has no columns
+        if self.stride < 1 or not least <= self.columns <= self.stride:
             given = f"stride {stride}, columns {columns}"
-            raise ValueError(f"stride must be at least 1, columns 0 to stride; got {given}")
+            raise ValueError(f"stride must be at least 1, columns {least} to stride; got {given}")
 
     def mix(self, q, k, v, *, x, causal, key_mask):
         L, C = q.shape[2], self.stride

@@ -197,8 +197,9 @@ def check(failed: int, rates: Tensor | None = None) -> None:
     """Raise the error that a return code of the kernel means."""
     if failed == 1:
         raise MemoryError("the native kernel could not allocate its scratch memory")
-    if failed:  # the kernel found an invalid rate
-        check_rates(rates)
+    if failed:
+        check_rates(rates)  # the kernel found one that is invalid
+        raise RuntimeError(f"the native kernel failed with code {failed}")
 
 
 def _is_added_to(x: Inputs, call: Call) -> bool:

@@ -246,4 +246,5 @@ def _numbers(values: Sequence[float]) -> str:
 def shown(x: object) -> str:
     if isinstance(x, Tensor):
         return f"a {x.dtype} tensor of shape {tuple(x.shape)}"
-    return f"{type(x).__name__} {x!r}"
+    plain = x is None or isinstance(x, str | bytes | bool | int | float | list | tuple | dict)
+    return f"{type(x).__name__} {x!r}" if plain else f"a {type(x).__name__}"

@@ -45,15 +45,14 @@ def terminal_speeds(rows: Iterable[Row]) -> str:
 def main(argv: list[str] | None = None) -> None:
     p = argparse.ArgumentParser(
         prog="cosformer report",
-        description="Write a page of results: HTML, or the tables of a Markdown page.",
+        description="Show results: here, as one HTML page, or as tables of a Markdown page.",
     )
     add = p.add_argument
     # fmt: off
     add("results", nargs="+", type=Path, help="rows of `cosformer compare` or `cosformer bench --out`")
     add("--html", type=Path, help="write the results as one self-contained HTML file")
     add("--plots", type=Path, help="with --html: write the figures into this folder, too")
-    add("--page", type=Path, default=Path("README.md"),
-        help=f"else: the Markdown page with {BEGIN} and {END}")
+    add("--page", type=Path, help=f"write the tables into this Markdown page, between {BEGIN} and {END}")
     # fmt: on
     try:
         write(p.parse_args(argv))
@@ -71,6 +70,9 @@ def write(args: argparse.Namespace) -> None:
         write_page(rows, args.html, args.plots)
         print(terminal_summary(rows))
         print(f"\n{args.html}" + (f", and figures in {args.plots}" if args.plots else ""))
+        return
+    if args.page is None:
+        print(terminal_summary(rows))
         return
     before, begun, rest = args.page.read_text(encoding="utf-8").partition(BEGIN)
     _, ended, after = rest.partition(END)

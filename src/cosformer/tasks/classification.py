@@ -33,7 +33,7 @@ def label_of(row: Row, asked: str | None) -> str:
     if not isinstance(value, (str, bool, int, float)) or not text:
         raise row.error(f"column {name!r} must hold a label; got {shown(value)}")
     whole = text.removesuffix(".0")
-    return whole if whole.isdigit() else text
+    return whole if whole.lstrip("-").isdigit() else text
 
 
 def label_set(labels: Iterable[tuple[str, str]], *, split: str) -> list[str]:

@@ -59,6 +59,10 @@ class Row:
         value = self.fields[name]
         if not isinstance(value, str) or not value.strip():
             raise self.error(f"column {name!r} must hold text; got {shown(value)}")
+        try:
+            value.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON may hold
+            raise self.error(f"column {name!r} is no valid Unicode: {error.reason}") from None
         return value
 
 

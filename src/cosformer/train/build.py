@@ -132,7 +132,7 @@ def eval_examples_while_training(trainer: Trainer) -> int:
     when a run is repeated or resumed.
     """
     args, batch = trainer.args, trainer.get_total_train_batch_size(trainer.args)
-    every = args.eval_steps if args.eval_strategy == "steps" else steps_of(trainer) / args.num_train_epochs
+    every = args.eval_steps if args.eval_strategy == "steps" else len(trainer.train_dataset) / batch
     every = every * steps_of(trainer) if every < 1 else every
     return max(batch, int(every * batch / 6))
 

@@ -1,11 +1,11 @@
 """cosformer train, finetune and evaluate: their arguments, what they print, and each stop as one line."""
 
 import argparse
+import contextlib
 import json
 import sys
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -160,16 +160,16 @@ def merge(given: argparse.Namespace, training: dict[str, Any], *, task: str | No
 
 
 def assigned(text: str) -> tuple[str, Any]:
-    """TABLE.KEY=VALUE -> (TABLE.KEY, value): a TOML value, or else the bare text."""
+    """TABLE.KEY=VALUE -> (TABLE.KEY, value): a TOML value, or one of JSON, or else the bare text."""
     place, equals, value = text.partition("=")
     table, _, key = place.partition(".")
     if not (equals and key and table in TABLES):
         accepted = " or ".join(f"{name}.KEY=VALUE" for name in TABLES)
         raise SettingsError(f"--set {text}: it takes {accepted}")
-    try:
-        return place, tomllib.loads(f"x = {value}")["x"]
-    except tomllib.TOMLDecodeError:
-        return place, value
+    for read in (lambda text: tomllib.loads(f"x = {text}")["x"], json.loads):
+        with contextlib.suppress(ValueError):
+            return place, read(value)
+    return place, value
 
 
 def run_of(model: Path) -> Run | None:
@@ -242,7 +242,7 @@ def remarks(result: dict[str, Any], out: str) -> list[str]:
     return lines
 
 
-@contextmanager
+@contextlib.contextmanager
 def one_line(prog: str) -> Iterator[None]:
     """Turns what stops a command into one line of text and an exit code."""
     try:

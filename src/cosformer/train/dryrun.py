@@ -141,7 +141,7 @@ def build_task(run: Run, folder: Path) -> tuple[tasks.Task, list[str]]:
     missing = data is not None and not Path(data).expanduser().exists()
     made = "examples" in known and (data is None or missing)
     if made:
-        notes.append(f"{EXAMPLES[0]} examples are made in the place of {(known | chosen)['examples'][0]:,}")
+        notes.append(f"{EXAMPLES[0]} examples are made instead of {(known | chosen)['examples'][0]:,}")
         chosen |= {"examples": EXAMPLES, "data": None} if missing else {"examples": EXAMPLES}
     elif missing:
         stands_in = "images stand" if run.task == "image" else "text stands"
