@@ -114,6 +114,27 @@ def test_models(tmp_path, capsys, monkeypatch):
     )
 
 
+def test_variants_of_a_model(tmp_path, capsys):
+    names = ["cosformer", "cosformer:short_conv=0,qk_norm=false", "cosformer:both_signs=true"]
+    given = ["--models", *names, "--size", "toy", "--work", "training", "--lengths", "32", "--quick"]
+    assert [row.mixer for row in run(tmp_path / "results.jsonl", *given)] == names
+    assert "cosFormer, short_conv=0, qk_norm=false" in capsys.readouterr().out
+    plain, bare, signs = (models.build(name, 16, models.Size(1, 32, 2)) for name in names)
+    interiors = [model.model.layers[0].self_attn.interior for model in (plain, bare, signs)]
+    assert (
+        [i.conv is None for i in interiors] == [i.q_norm is None for i in interiors] == [False, True, False]
+    )
+    assert [i.mixer.both_signs for i in interiors] == [False, False, True]
+    for name, told in {
+        "cosformer:shortconv=0": "'shortconv=0' is no FIELD=VALUE of a config or of its mixer",
+        "cosformer:short_conv": "'short_conv' is no FIELD=VALUE",
+        "cosformer:short_conv=x": 'short_conv must be JSON, such as 0, false or "x"; got x',
+        "cosformer:short_conv=1": "short_conv is 1; it must be 0 or at least 2",
+    }.items():
+        with pytest.raises(SystemExit, match=f"bench: --models .*{told}"):
+            bench.main(["--models", name, "--work", "training", "--lengths", "32"])
+
+
 def test_models_with_rounded_weights(tmp_path, capsys):
     given = ["--models", "cosformer", "llama", "--size", "toy", "--contexts", "16", "--quick"]
     weights = ["--work", "generating", "--weights", "float32", "bfloat16", "int8"]

@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
         " block sizes for this GPU (with --device cuda), for the --head-dims and --dtypes given")
     add("--mixers", nargs="+", metavar="NAME", help="measure these mixers instead, or `all`")
     add("--models", nargs="*", metavar="MIXER", help="measure whole models instead, also `llama`, which is"
-        " transformers' own (needs the [hf] extra)")
+        " transformers' own, and variants: cosformer:short_conv=0,qk_norm=false (needs the [hf] extra)")
     add("--parallel", nargs="*", type=_count, metavar="W", help="measure one sequence over 1, 2 and 4"
         " processes, or these (needs the [hf] extra)")
     add("--lengths", nargs="+", type=_count, metavar="N", help="text lengths (default: a few up to 16384)")
@@ -102,7 +102,7 @@ def settings(argv: list[str] | None) -> argparse.Namespace:
     alone = [name for name in args.mixers or [] if name != "all"]
     for mixer in [*(name for name in args.models or [] if name != "llama"), *alone]:
         try:
-            layers = pattern(mixer)
+            layers = pattern(mixer.partition(":")[0] if args.models else mixer)
         except ValueError as error:
             raise SystemExit(f"bench: {error}" + ("; or `all`" if args.mixers else "")) from None
         if mixer in alone and layers != [mixer]:

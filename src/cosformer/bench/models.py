@@ -11,15 +11,18 @@ over the memory bandwidth. A model that fits into the caches can be faster.
 import argparse
 import copy
 import itertools
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
+from dataclasses import fields as fields_of
 from functools import partial
 from typing import Any, cast
 
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
+from .. import mixers as registry
 from ..hf import CosformerConfig, CosformerForCausalLM
 from ..hf.int8 import rounded
 from ..hf.sizes import SIZES, Size
@@ -32,6 +35,7 @@ LENGTHS = [1024, 4096, 16384]
 CONTEXTS = [64, 512, 4096, 65_536]
 SIZE = Size(4, 256, 4, feedforward=1536)
 VOCABULARY = 256
+FIELDS = {field.name for field in fields_of(CosformerConfig)}
 BIG = 1 << 28  # bytes, more than the caches hold
 TOKENS = 64  # per call of `generate`
 
@@ -48,7 +52,24 @@ def build(mixer: str, length: int, size: Size) -> Any:
     torch.manual_seed(0)
     if mixer == LLAMA:
         return LlamaForCausalLM._from_config(LlamaConfig(**fields), attn_implementation="sdpa")
-    return CosformerForCausalLM(CosformerConfig(**fields, mixer=mixer))
+    return CosformerForCausalLM(CosformerConfig(**fields, **changed(mixer)))
+
+
+def changed(mixer: str) -> dict[str, Any]:
+    """The config's fields that a name asks for: "cosformer", or "cosformer:short_conv=0,qk_norm=false", with
+    fields and options of the mixer, as JSON values."""
+    name, _, changes = mixer.partition(":")
+    fields: dict[str, Any] = {"mixer": name, "mixer_options": {}}
+    for change in filter(None, changes.split(",")):
+        key, equals, value = change.partition("=")
+        option = key in registry.options(registry.pattern(name)[0])
+        if not equals or not (option or key in FIELDS):
+            raise ValueError(f"{mixer!r}: {change!r} is no FIELD=VALUE of a config or of its mixer")
+        try:
+            (fields["mixer_options"] if option else fields)[key] = json.loads(value)
+        except json.JSONDecodeError:
+            raise ValueError(f'{mixer!r}: {key} must be JSON, such as 0, false or "x"; got {value}') from None
+    return fields
 
 
 def able(mixer: str, work: str) -> bool:
@@ -212,6 +233,11 @@ def run(args: argparse.Namespace, say: Say) -> Iterator[Cost]:
     if args.size not in (None, *SIZES):
         raise SystemExit(f"bench: --size {args.size} is unknown; one of {', '.join(SIZES)}")
     mixers, size = args.models or MIXERS, SIZES[args.size] if args.size else SIZE
+    try:
+        for mixer in mixers:
+            build(mixer, 16, Size(1, 16, 1))
+    except (ValueError, TypeError) as error:
+        raise SystemExit(f"bench: --models {error}") from None
     lengths, contexts = args.lengths or LENGTHS, args.contexts or (CONTEXTS[:1] if args.quick else CONTEXTS)
     for length in lengths if "training" in args.work else ():
         seconds = args.seconds / len(lengths)

@@ -70,6 +70,9 @@ def name(mixer: str) -> str:
     """A mixer's display name: a known one, one with a part ("+rope"), or a model's layers ("a*3, b")."""
     if mixer in KNOWN:
         return KNOWN[mixer][0]
+    base, variant, changes = mixer.partition(":")  # of bench --models
+    if variant:
+        return f"{name(base)}, {changes.replace(',', ', ')}"
     if "," in mixer:
         return ", ".join(name(layers.strip()) for layers in mixer.split(","))
     base, _, number = mixer.rpartition("*")
