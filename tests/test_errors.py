@@ -81,7 +81,8 @@ packed = [x[:1] for x in (q, k, v)]
         ),
         (ValueError, "decay rates must be finite", {"decay": torch.tensor([0.1, math.inf, 0, 0])}),
         (ValueError, "decay rates must be finite", {"decay": torch.tensor([0.1, math.nan, 0, 0])}),
-        (ValueError, "eps must be greater than 0, the smallest normaliser; got 0", {"eps": 0}),
+        (ValueError, "eps must be at least 1.17549e-38, the smallest normaliser; got 0", {"eps": 0}),
+        (ValueError, "eps must be at least 1.17549e-38, .* got 1e-40", {"eps": 1e-40}),
         (
             ValueError,
             r"horizon must be one number or one per head .* got shape \(4, 1\)",

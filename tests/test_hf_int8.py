@@ -96,3 +96,14 @@ def test_what_cannot_be_done_is_said(tmp_path):
     assert not any(isinstance(m, Int8Linear) for m in it.modules())  # all or nothing
     with pytest.raises(RuntimeError, match="weights in int8 are not saved: save the model before to_int8"):
         to_int8(model()).save_pretrained(tmp_path)
+    with pytest.raises(
+        RuntimeError, match="weights in int8 cannot be loaded into: load the model before to_int8"
+    ):
+        to_int8(model()).load_state_dict(model().state_dict())
+
+
+def test_tied_weights_part():
+    tied = to_int8(model(tie_word_embeddings=True))
+    before = tied(ids := torch.arange(1, 9)[None]).logits
+    tied.tie_weights()
+    assert torch.equal(tied(ids).logits, before)

@@ -267,6 +267,17 @@ def test_learned_positions_follow_the_boundaries(kind):
     torch.testing.assert_close(model(x, cu_seq_lens_q=cu, use_cache=False).logits, wanted)
 
 
+def test_positions_go_on_from_the_cache():
+    model, x = toy_model(CAUSAL), token_ids(1, 17)
+    cache = model(x[:, :10], use_cache=True).past_key_values
+    for begin in (0, 9, 99):
+        at = torch.arange(begin, begin + 7)[None]
+        with pytest.raises(ValueError, match=rf"position_ids must go on from the 10 tokens .* at \[{begin}\]"):
+            model(x[:, 10:], past_key_values=cache, position_ids=at)
+    out = model(x[:, 10:], past_key_values=cache, position_ids=torch.arange(10, 17)[None]).logits
+    torch.testing.assert_close(out, model(x).logits[:, 10:])
+
+
 def test_one_text_without_a_batch_is_refused():
     with pytest.raises(ValueError, match=r"input_ids must be \(batch, length\); got shape \(17,\)"):
         toy_model(CAUSAL)(token_ids()[0])

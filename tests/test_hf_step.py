@@ -263,9 +263,40 @@ def replaced_forward(it):
     it.model.layers[0].self_attn.forward = lambda *args, **kwargs: (old(*args, **kwargs)[0] * 0.5, None)
 
 
+def changed_order(it):
+    it.model.layers = torch.nn.ModuleList(it.model.layers[i] for i in (2, 0, 1))
+
+
+def changed_eps(it):
+    it.model.layers[0].self_attn.interior.mixer.eps = 5.0
+
+
+def changed_head_norms(it):
+    it.model.layers[1].self_attn.interior.norm_eps = 1.0
+
+
+def changed_features(it):
+    it.model.layers[1].self_attn.interior.mixer.relu = False
+
+
+def changed_method(it):
+    mixer = it.model.layers[0].self_attn.interior.mixer
+    mixer.phi = lambda x: x + 1
+
+
+def changed_lengths(it):
+    it.model.embed_tokens.max_norm = 0.1
+
+
 @pytest.mark.parametrize(
     "change",
     [
+        changed_order,
+        changed_eps,
+        changed_head_norms,
+        changed_features,
+        changed_method,
+        changed_lengths,
         changed_module,
         changed_class,
         changed_weights,
@@ -291,6 +322,16 @@ def test_a_change_of_the_model_is_seen(ways, change):
     ways.general()
     slow = it(token, past_key_values=caches[1]).logits
     assert torch.allclose(fast, slow, atol=1e-5) and not torch.allclose(fast, before[0], atol=1e-3)
+
+
+@torch.no_grad()
+def test_a_method_of_its_own_is_called_from_the_start(ways):
+    it, prompt, token = model(), ids(2, 7), ids(2, 1)
+    changed_method(it)
+    fast, slow = (it(prompt, use_cache=True).past_key_values for _ in range(2))
+    fast = it(token, past_key_values=fast).logits
+    ways.general()
+    assert torch.allclose(fast, it(token, past_key_values=slow).logits, atol=1e-5)
 
 
 def test_who_goes_the_general_way(ways):

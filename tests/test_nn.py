@@ -306,7 +306,7 @@ def test_a_compiled_module_refuses_a_bias_as_padding():
         ("horizon must be greater than 0; got -1", {"horizon": -1}),
         (r"horizon must be one number or one per head \(4\); got 2 numbers", {"horizon": [1, 2]}),
         ("backend 'natvie' is unknown; one of 'native', 'triton', 'torch'", {"backend": "natvie"}),
-        ("eps must be greater than 0", {"eps": 0.0}),
+        ("eps must be at least 1.17549e-38", {"eps": 0.0}),
         ("short_conv must be a width of 2 or more tokens, or 0 for none; got 1", {"short_conv": 1}),
         ("short_conv must be a width of 2 or more .* got True", {"short_conv": True}),
         ("qk_norm must be True or False, or None; got 'no'", {"qk_norm": "no"}),

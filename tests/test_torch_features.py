@@ -264,3 +264,56 @@ def test_parts_of_a_layer_under_transforms_of_their_weight(part):
     many = torch.stack([weight, 2 * weight])
     with torch.no_grad():
         torch.testing.assert_close(torch.func.vmap(run)(many), torch.stack([run(w) for w in many]))
+
+
+PARTS = {
+    "norm": (lambda x, w: rms_norm(x, w, 1e-6), (8,)),
+    "convolution": (lambda x, w: short_convolution(x, w, ahead=1), (8, 4)),
+    "packed convolution": (lambda x, w: short_convolution(x, w, cu_seqlens=torch.tensor([0, 4, 9])), (8, 4)),
+}
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_second_derivatives_of_parts(part):
+    """By torch.autograd.grad, which would not see a node that raises beside the way to its inputs."""
+    run, shape = PARTS[part]
+    given = [torch.randn(s, dtype=torch.float64) for s in ((1, 9, 8), shape, (1, 9, 8))]
+
+    def second(dtype):
+        x, w, dy = (t.to(dtype).requires_grad_() for t in given)
+        grads = torch.autograd.grad((run(x, w) ** 2 * dy).sum(), (x, w), create_graph=True)
+        return torch.autograd.grad(sum(g.square().sum() for g in grads), (x, w, dy))
+
+    for got, wanted in zip(second(torch.float32), second(torch.float64), strict=True):
+        torch.testing.assert_close(got.double(), wanted, rtol=1e-4, atol=1e-4 * wanted.abs().max().item())
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_gradients_of_parts_that_are_marks(part):
+    """torch may keep a sign, or zeros, as a flag."""
+    run, shape = PARTS[part]
+    x, w, dy = (
+        torch.randn(1, 9, 8, requires_grad=True),
+        torch.randn(shape, requires_grad=True),
+        torch.randn(1, 9, 8),
+    )
+    grads = lambda dy: torch.autograd.grad(run(x, w), (x, w), dy)
+    for got, wanted in zip(grads((-dy)._neg_view()), grads(dy), strict=True):
+        torch.testing.assert_close(got, wanted)
+    assert not any(g.count_nonzero() for g in grads(torch._efficientzerotensor(dy.shape)))
+
+
+@pytest.mark.parametrize("decay", ["gated", "ladder", None])
+def test_second_derivatives_of_a_module_are_refused(decay):
+    module = moved(CosformerAttention(8, 2, horizon=math.inf, decay=decay, batch_first=True))
+    x = torch.randn(1, 5, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(module(x, x, x)[0].square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        torch.autograd.grad(grad.square().sum(), x)
+
+
+def test_a_jacobian_at_once():
+    module = moved(CosformerAttention(8, 2, horizon=math.inf, decay="gated", batch_first=True))
+    run, x = lambda x: module(x, x, x, is_causal=True)[0], torch.randn(1, 5, 8)
+    row_by_row = torch.autograd.functional.jacobian(run, x)
+    torch.testing.assert_close(torch.autograd.functional.jacobian(run, x, vectorize=True), row_by_row)

@@ -39,15 +39,24 @@ def ends_of(stack: Any, model: Any) -> Ends | None:
 
 
 def is_hooked(*modules: nn.Module) -> bool:
-    """Whether any module has forward hooks, or a forward set on the instance."""
-    return any(m._forward_hooks or m._forward_pre_hooks or "forward" in m.__dict__ for m in modules)
+    """Whether any module has forward hooks, or a method set on the instance."""
+    return any(
+        m._forward_hooks or m._forward_pre_hooks or any(map(_is_method, vars(m).values())) for m in modules
+    )
 
 
-def block_of(layer: Any, parts: tuple[type, ...]) -> Block | None:
-    """What the kernel reads of a block; None if it cannot take it. `parts` are the classes it knows."""
+def _is_method(x: object) -> bool:
+    return callable(x) and not isinstance(x, type)
+
+
+def block_of(layer: Any, parts: tuple[type, ...], place: int) -> Block | None:
+    """What the kernel reads of a block; None if it cannot take it. `parts` are the classes it knows, `place`
+    is where it stands: a block that was moved keeps its tokens elsewhere in the cache."""
     if type(layer) is not parts[0]:
         return None
     layer = cast(Any, layer)
+    if getattr(layer.self_attn, "layer_idx", None) != place:
+        return None
     norms = layer.input_layernorm, layer.post_attention_layernorm
     if tuple(map(type, (layer.self_attn, layer.mlp, *norms))) != (*parts[1:], parts[-1]):
         return None

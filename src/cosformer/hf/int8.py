@@ -15,7 +15,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class Int8Linear(nn.Module):
-    """A linear layer whose weight is int8 with a scale for each row. It cannot be trained or saved."""
+    """A linear layer whose weight is int8 with a scale for each row. It is not trained, saved or loaded."""
 
     weight: Tensor
     scales: Tensor
@@ -39,6 +39,9 @@ class Int8Linear(nn.Module):
             "weights in int8 are not saved: save the model before to_int8, and call that again"
         )
 
+    def _load_from_state_dict(self, *args, **kwargs) -> None:
+        raise RuntimeError("weights in int8 cannot be loaded into: load the model before to_int8")
+
 
 def rounded(model: Model, weights: str) -> Model:
     """The model with its weights in float32, bfloat16 or, if it supports them, int8."""
@@ -51,7 +54,8 @@ def to_int8(model: Model) -> Model:
     Decoding then runs in the native kernel, which reads int8. All else goes through torch, which converts
     each weight back when it is used: correct, and slower than before.
     """
-    if not isinstance(getattr(model, "config", None), CosformerConfig):
+    config = getattr(model, "config", None)
+    if not isinstance(config, CosformerConfig):
         raise TypeError(f"model is a {type(model).__name__}; to_int8 takes a CosformerForCausalLM")
     # Gates, of another class, are left out: they are small, and decay rates depend on them.
     linears = {name: module for name, module in model.named_modules() if type(module) is nn.Linear}
@@ -60,4 +64,5 @@ def to_int8(model: Model) -> Model:
             raise ValueError(f"{name}.weight holds NaN or infinity, which int8 does not have")
     for name, linear in linears.items():
         model.set_submodule(name, Int8Linear(linear))
+    config.tie_word_embeddings = False  # the output layer has weights of its own from here on
     return model.eval()

@@ -109,13 +109,19 @@ def packed_boundaries(position_ids: Tensor | None) -> Tensor | None:
     return torch.cat([begins, begins.new_tensor([position_ids.numel()])])
 
 
-def check_unbroken(position_ids: Tensor | None) -> None:
-    """With a cache every row is one sequence; looked for on the CPU only, and not in a graph."""
+def check_unbroken(position_ids: Tensor | None, cached: int) -> None:
+    """With a cache every row is one sequence, which goes on after the tokens `cached`; looked for on the CPU
+    only, and not in a graph."""
     if position_ids is None or not position_ids.is_cpu or torch.compiler.is_compiling():
         return
     if bool((position_ids[:, 1:] != position_ids[:, :-1] + 1).any()):
         told = "position_ids mark packed sequences, and a cache holds one sequence a row"
         raise ValueError(f"{told}: leave past_key_values out")
+    if bool((position_ids[:, :1] != cached).any()):
+        given = sorted(set(position_ids[:, 0].tolist()))
+        raise ValueError(
+            f"position_ids must go on from the {cached} tokens in the cache; they begin at {given}"
+        )
 
 
 def check_places(position_ids: Tensor | None, attention_mask: Tensor) -> None:

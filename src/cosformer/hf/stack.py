@@ -174,7 +174,7 @@ class CosformerStack(CosformerPreTrained, LlamaModel):
         if mask is None and cache is None:
             return packed_boundaries(position_ids) if marks is None else marks
         if mask is None:
-            check_unbroken(position_ids)
+            check_unbroken(position_ids, cache.get_seq_length())
         elif cache is None:
             check_places(position_ids, mask)
         return None

@@ -16,15 +16,29 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.module import _has_any_global_hook
+from transformers.models.llama.modeling_llama import LlamaAttention
 
-from ..layer import LayerState
+from ..decay import Decay
+from ..layer import Interior, LayerState, ShortConvolution
+from ..mixers import Mixer
 from ..mixers.keys import Keys, room
+from ..mixers.positions import Rope
 from ..ops.state import State
 from ..ops.step import Block, Blocks, takes
 from .blocks import block_of, ends_of, is_hooked, outer
 from .cache import CosformerCache
 from .interface import padding
 from .reach import reaches
+
+READ_OF: dict[type[nn.Module], tuple[str, ...]] = {  # attributes that the kernel's blocks depend on
+    LlamaAttention: ("layer_idx",),
+    Interior: ("norm_eps",),
+    Mixer: ("eps", "relu", "signed", "both_signs", "horizon", "backend", "streaming"),
+    Rope: ("base",),
+    ShortConvolution: ("ahead",),
+    nn.Embedding: ("max_norm",),
+}
+READ = (Interior, Mixer, Rope, ShortConvolution, Decay)
 
 _known: WeakKeyDictionary = WeakKeyDictionary()  # for each stack or language model, its parts as found
 _bound: WeakKeyDictionary = WeakKeyDictionary()  # for each cache, its streams as found
@@ -203,7 +217,7 @@ class _Found:
         layers, dropout = list(stack.layers), stack.dropout
         plain = type(dropout) is nn.Dropout and not is_hooked(dropout)
         plain = plain and not (dropout.training and dropout.p)
-        blocks = [block_of(layer, stack.parts) if plain else None for layer in layers]
+        blocks = [block_of(layer, stack.parts, i) if plain else None for i, layer in enumerate(layers)]
         known = {i: block for i, block in enumerate(blocks) if block is not None}
         self.blocks = {i: block for i, block in known.items() if softmax or not block.softmax}
         self.softmax = [i for i, block in self.blocks.items() if block.softmax]
@@ -258,21 +272,26 @@ class _Fingerprint:
         self._hooks = [hooks for m in parts for hooks in (m._forward_hooks, m._forward_pre_hooks)]
         self._hooked = [*map(bool, self._hooks)]
         self._parts, self._kinds = parts, [*map(type, parts)]
+        self._own = [vars(m) for m in parts if isinstance(m, READ)]  # a method set on one of them changes it
+        self._sizes = [*map(len, self._own)]
         self._norms = [(m, m.variance_epsilon) for m in parts if hasattr(m, "variance_epsilon")]
         self._dropouts = [m for m in parts if isinstance(m, nn.Dropout) and m.p > 0]
 
     def matches(self) -> bool:
         """Whether all is still as it was."""
         same = all(map(is_, map(dict.get, self._owners, self._names), self._values))
-        same = same and [*map(type, self._parts)] == self._kinds
+        same = same and [*map(type, self._parts)] == self._kinds and [*map(len, self._own)] == self._sizes
         same = same and all(m.variance_epsilon == eps for m, eps in self._norms)
         same = same and not any(m.training for m in self._dropouts)
         return same and not _has_any_global_hook() and [*map(bool, self._hooks)] == self._hooked
 
 
 def _entries(module: nn.Module) -> Iterator[tuple[dict, str, object]]:
-    """Where a module holds its parts: (dict, name, part); and its forward, if set on the instance."""
+    """Where a module holds its parts: (dict, name, part); its forward, if set on the instance; and what else
+    `block_of` reads of it."""
     for owned in (module._modules, module._parameters, module._buffers):
         for name, part in owned.items():
             yield owned, name, part
-    yield module.__dict__, "forward", module.__dict__.get("forward")
+    read = next((names for kind, names in READ_OF.items() if isinstance(module, kind)), ())
+    for name in ("forward", *read):
+        yield module.__dict__, name, module.__dict__.get(name)

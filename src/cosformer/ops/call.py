@@ -5,7 +5,7 @@ F          features of the state: 2D with a cosine, D without
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
@@ -196,6 +196,15 @@ def projected(like: Tensor, heads: int, length: int, size: int, dtype: torch.dty
 def dense(t: Tensor) -> Tensor:
     """The tensor with its values in memory: torch may keep a sign, or zeros, as a flag only."""
     return t.resolve_neg().clone() if t.is_neg() or t._is_zerotensor() else t
+
+
+def gradients_of(run: Callable, given: Sequence[Tensor], dy: Tensor) -> list[Tensor | None]:
+    """The gradients, None where none is needed, of a plain function; differentiable if torch records."""
+    record = torch.is_grad_enabled()
+    needed = [t for t in given if t.requires_grad]
+    with torch.enable_grad():
+        grads = iter(torch.autograd.grad(run(*given), needed, dy, create_graph=record))
+    return [next(grads) if t.requires_grad else None for t in given]
 
 
 @lru_cache  # a decode step is short, and on another device this is a transfer

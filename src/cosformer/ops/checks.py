@@ -17,6 +17,7 @@ from .call import DTYPES, Call, Inputs, sum_dtype
 Horizon = float | Sequence[float] | Tensor
 Rates = float | Sequence[float] | Tensor
 
+LEAST_EPS = torch.finfo(torch.float32).tiny  # in sums of float32 less would be 0, or cost digits
 MOST_OFFSET = 2**62  # the kernel counts positions in 64 bits
 _NUMBERS = (int, float, Real, torch.SymInt, torch.SymFloat)
 
@@ -141,8 +142,8 @@ def check_reach(horizons: Sequence[float], back: int, ahead: int = 0, *, remedy:
 def check_eps(eps: float) -> None:
     if not _is_number(eps):
         raise TypeError(f"eps must be a number, the smallest normaliser; got {shown(eps)}")
-    if not eps > 0:
-        raise ValueError(f"eps must be greater than 0, the smallest normaliser; got {eps}")
+    if not eps >= LEAST_EPS:
+        raise ValueError(f"eps must be at least {LEAST_EPS:g}, the smallest normaliser; got {eps}")
 
 
 def rate_list(decay: Rates, heads: int) -> list[float]:

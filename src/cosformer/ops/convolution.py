@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _rows
+from . import _rows, modes
+from .call import dense, gradients_of
 from .shard import Shard
 
 
@@ -47,10 +48,12 @@ class _Convolution(torch.autograd.Function):
         return _rows.convolve(x, _taps(weight), ahead, boundaries)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dy: Tensor):
         x, weight, boundaries = ctx.saved_tensors
-        dx = dweight = None
+        if modes.beyond_one_gradient(dy):
+            again = lambda x, w: _plain(x, w, ctx.ahead, boundaries)
+            return *gradients_of(again, (x, weight), dy), None, None
+        dy, dx, dweight = dense(dy), None, None
         if ctx.needs_input_grad[0]:
             back = weight.shape[1] - 1 - ctx.ahead
             dx = _rows.convolve(dy, _taps(weight.flip(1)), back, boundaries)

@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active, _is_tracing
-from torch._C._functorch import is_functorch_wrapped_tensor
+from torch._C._functorch import is_functorch_wrapped_tensor, is_legacy_batchedtensor
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
@@ -24,8 +24,14 @@ def transforming(*tensors: Tensor | None) -> bool:
 
 
 def is_plain(x: Tensor) -> bool:
-    """Whether it is no subclass, such as a fake tensor, and no mere shape."""
-    return type(x) in _PLAIN and not x.is_meta
+    """Whether it is no subclass, such as a fake tensor, no mere shape, and not many in one (as torch.autograd
+    makes of many gradients)."""
+    return type(x) in _PLAIN and not x.is_meta and not is_legacy_batchedtensor(x)
+
+
+def beyond_one_gradient(dy: Tensor) -> bool:
+    """Whether a backward is asked for more than the gradients of one dy: theirs, too, or those of many dy."""
+    return torch.is_grad_enabled() or transforming(dy) or not is_plain(dy)
 
 
 def have_addresses(*tensors: Tensor) -> bool:

@@ -9,15 +9,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _rows
+from . import _rows, modes
+from .call import dense, gradients_of
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x (..., D), weight (D,) -> x normed, in the dtype of x; computed in float32 or wider."""
-    if _rows.takes(x, weight):
-        if not torch.is_grad_enabled():  # for one token autograd takes longer than the norm
-            return _rows.norm(_flat(x), _scale(weight), eps).view(x.shape)
-        return _Norm.apply(x, weight, eps)
+    if not _rows.takes(x, weight):
+        return _plain(x, weight, eps)
+    if not torch.is_grad_enabled():  # for one token autograd takes longer than the norm
+        return _rows.norm(_flat(x), _scale(weight), eps).view(x.shape)
+    return _Norm.apply(x, weight, eps)
+
+
+def _plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     if x.dtype in (torch.float16, torch.bfloat16):
         return F.rms_norm(x.float(), weight.shape, weight.float(), eps).to(x.dtype)
     return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
@@ -31,10 +36,12 @@ class _Norm(torch.autograd.Function):
         return _rows.norm(_flat(x), _scale(weight), eps).view(x.shape)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dy: Tensor):
         x, weight = ctx.saved_tensors
-        dx, dweight = _rows.norm_gradients(_flat(x), _scale(weight), ctx.eps, _flat(dy.to(x.dtype)))
+        if modes.beyond_one_gradient(dy):
+            return *gradients_of(lambda x, w: _plain(x, w, ctx.eps), (x, weight), dy), None
+        dy = dense(dy).to(x.dtype)
+        dx, dweight = _rows.norm_gradients(_flat(x), _scale(weight), ctx.eps, _flat(dy))
         return dx.view(x.shape), dweight.to(weight.dtype), None
 
 

@@ -31,7 +31,7 @@ from .call import Call, Grads, Inputs, Outputs, Upstream, exact_dtype, projected
 from .checks import Horizon, Rates, check_reach, check_tensors, rates_of, readable
 from .fades import Fades, faded_state, fades, grouped
 from .operator import attend, attend_backward, autocast, call_of
-from .shard import Shard
+from .shard import Shard, refuse_second_derivative
 from .state import State
 
 
@@ -142,8 +142,8 @@ class _Sharded(torch.autograd.Function):
         return out, after
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, dout: Tensor | None, _: None):
+        refuse_second_derivative()
         q, k, v, decay, key_mask, out, norm, passed, *incoming = ctx.saved_tensors
         shard, call = ctx.shard, ctx.call
         dout = torch.zeros_like(out) if dout is None else dout

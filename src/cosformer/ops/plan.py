@@ -108,7 +108,8 @@ class Plan:
     def _backward_for(self, like, given, x, y, call) -> tuple[_Like, RunBackward] | None:
         """A backward for tensors like these, made and kept; None if there can be none."""
         dout, dafter = given[:2]
-        if like is None or modes.transforming(dout, dafter):
+        plain = all(modes.is_plain(t) for t in (dout, dafter) if t is not None)
+        if like is None or not plain or modes.transforming(dout, dafter):
             return None
         run = self.backend.plan_backward(Upstream(dout, dafter), x, y, call)
         if run is None:

@@ -154,6 +154,12 @@ def _gather(group: dist.ProcessGroup, x: Tensor) -> Callable[[], Tensor]:
     return arrived
 
 
+def refuse_second_derivative() -> None:
+    """Raise if a backward should itself be differentiated."""
+    if torch.is_grad_enabled():
+        raise RuntimeError("a sequence in several processes has no second derivative: leave create_graph out")
+
+
 class _Gathered(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -162,9 +168,9 @@ class _Gathered(torch.autograd.Function):
         return _gather(group, sent.flatten())().unflatten(1, x.shape).to(x.dtype)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx, dout: Tensor):
         """Every rank read all parts, so the gradient of one is the sum over ranks."""
+        refuse_second_derivative()
         sums = dout.to(torch.promote_types(dout.dtype, torch.float32))
         dx = sums.new_empty(dout[0].numel())
         if dx.numel():
