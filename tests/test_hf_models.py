@@ -272,7 +272,9 @@ def test_positions_go_on_from_the_cache():
     cache = model(x[:, :10], use_cache=True).past_key_values
     for begin in (0, 9, 99):
         at = torch.arange(begin, begin + 7)[None]
-        with pytest.raises(ValueError, match=rf"position_ids must go on from the 10 tokens .* at \[{begin}\]"):
+        with pytest.raises(
+            ValueError, match=rf"position_ids must go on from the 10 tokens .* at \[{begin}\]"
+        ):
             model(x[:, 10:], past_key_values=cache, position_ids=at)
     out = model(x[:, 10:], past_key_values=cache, position_ids=torch.arange(10, 17)[None]).logits
     torch.testing.assert_close(out, model(x).logits[:, 10:])

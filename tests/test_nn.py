@@ -439,3 +439,27 @@ def test_stream_errors(made):
         with pytest.raises(error, match=match):
             module.stream(*given, **more)
     module.stream(x, state)
+
+
+@pytest.mark.parametrize("decay", ["gated", None])
+def test_swapped_into_a_finished_encoder(decay):
+    """torch's encoder, made around softmax, would take its fused way in evaluation with padding."""
+    torch.manual_seed(0)
+    encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, dropout=0.0, batch_first=True), 2)
+    for layer in encoder.layers:
+        layer.self_attn = CosformerAttention(32, 4, horizon=math.inf, decay=decay, batch_first=True)
+    x, ignore = torch.randn(2, 20, 32), torch.arange(20) >= torch.tensor([[20], [9]])
+    wanted = encoder.train()(x, src_key_padding_mask=ignore)
+    for context in (torch.no_grad, torch.enable_grad):
+        with context():
+            found = encoder.eval()(x, src_key_padding_mask=ignore)
+        torch.testing.assert_close(found[~ignore], wanted[~ignore])
+    assert "in_proj_weight" not in encoder.layers[0].self_attn.state_dict()
+
+
+def test_a_saved_stream_is_loaded_as_safely_as_a_tensor(tmp_path):
+    module = CosformerAttention(32, 4, horizon=math.inf, decay="gated", batch_first=True)
+    _, state = module.stream(torch.randn(1, 9, 32))
+    torch.save(state, tmp_path / "state.pt")
+    x, loaded = torch.randn(1, 5, 32), torch.load(tmp_path / "state.pt", weights_only=True)
+    torch.testing.assert_close(module.stream(x, loaded)[0], module.stream(x, state)[0])

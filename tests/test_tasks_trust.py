@@ -308,6 +308,23 @@ def test_bad_rows_are_left_out_and_counted_up_to_a_number(tmp_path, name, line, 
         build("classify", data=path, skip_bad_rows=1)
 
 
+def test_files_that_are_not_read_are_named(tmp_path):
+    folder = tmp_path / "books"
+    folder.mkdir()
+    for name in ("the-night-train.txt", "emma.txt", "persuasion.txt"):
+        (folder / name).write_text("It is a truth universally acknowledged. " * 200)
+    (note,) = [note for note in build("lm", data=folder, length=32).notes if "not read" in note]
+    assert note.startswith("2 files are not read, such as emma.txt: the-night-train.txt is named train")
+    (folder / "the-night-train.txt").rename(folder / "the-night.txt")
+    assert not any("not read" in note for note in build("lm", data=folder, length=32).notes)
+
+
+def test_the_tokenizer_of_a_language_model_pads_where_generation_needs_it(tmp_path):
+    (tmp_path / "x.txt").write_text("It is a truth universally acknowledged. " * 200)
+    sides = [build(task, data=tmp_path / "x.txt", length=32).tokenizer.padding_side for task in ("lm", "mlm")]
+    assert sides == ["left", "right"]
+
+
 @pytest.mark.parametrize("task", ["lm", "mlm", "classify"])
 def test_text_that_is_no_unicode_is_a_bad_row(tmp_path, task):
     rows = [f'{{"label": {i % 2}, "text": "good {i}"}}' for i in range(60)]

@@ -80,6 +80,15 @@ def test_export(backend):
         assert torch.equal(program(*shorter), Module()(*shorter))
 
 
+def test_export_with_any_batch_and_length():
+    module = moved(CosformerAttention(32, 4, horizon=math.inf, decay="gated", batch_first=True)).eval()
+    module.forward = lambda x: CosformerAttention.forward(module, x, x, x, is_causal=True)[0]
+    shapes = ({0: torch.export.Dim("B"), 1: torch.export.Dim("L")},)
+    exported = torch.export.export(module, (torch.randn(2, 30, 32),), dynamic_shapes=shapes).module()
+    x = torch.randn(5, 77, 32)
+    torch.testing.assert_close(exported(x), module(x))
+
+
 def test_checkpoint(backend):
     f, tensors = attend(backend, {"causal": True})
     saved = value_and_grads(lambda *x: torch.utils.checkpoint.checkpoint(f, *x, use_reentrant=False), tensors)

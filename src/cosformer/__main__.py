@@ -1,6 +1,7 @@
 """The command line: `cosformer VERB ...`; each verb is one function, imported when it is used."""
 
 import importlib
+import os
 import sys
 
 from . import __version__
@@ -32,13 +33,18 @@ def main() -> None:
         raise SystemExit(f"cosformer: unknown verb {verb!r}; one of {', '.join(VERBS)}")
     module, function = VERBS[verb][0].split(":")
     try:
-        home = importlib.import_module(f"cosformer.{module}")
+        getattr(importlib.import_module(f"cosformer.{module}"), function)(sys.argv[2:])
     except ModuleNotFoundError as error:
         if (error.name or "").startswith("cosformer"):
             raise
         way = "in the clone: pip install '.[train,report]'"
         raise SystemExit(f"cosformer {verb}: {error.name} is missing; {way}") from None
-    getattr(home, function)(sys.argv[2:])
+    except KeyboardInterrupt:
+        print(f"\ncosformer {verb}: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    except BrokenPipeError:  # whoever read the output, such as head, has left
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":

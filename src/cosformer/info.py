@@ -12,7 +12,8 @@ from .ops.operator import BACKENDS, backend_problem, declared
 def main(argv: list[str] | None = None) -> None:
     argparse.ArgumentParser("cosformer info", description=__doc__).parse_args(argv)
     versions = f"cosformer {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
-    print(f"{versions}, {torch.get_num_threads()} threads")
+    threads = torch.get_num_threads()
+    print(f"{versions}, {threads} thread{'s' * (threads > 1)}")
     for name in BACKENDS:
         print(f"  {name:<8}{_availability(name)}")
 

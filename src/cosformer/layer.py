@@ -69,6 +69,9 @@ class LayerState:
         return LayerState(self.mixer.index_select(index), tuple(t.index_select(0, index) for t in self.last))
 
 
+torch.serialization.add_safe_globals([LayerState])
+
+
 class ShortConvolution(nn.Module):
     """Depthwise convolution of (B, L, C) over `width` tokens, causal or, if `centred`, around each token."""
 

@@ -16,6 +16,10 @@ BIASED = "key_padding_mask of a float dtype may hold 0 and -inf only: other bias
 UNKNOWN_LENGTH = 4096  # the default max_length, and a decay's span without a finite horizon
 
 
+class NoWeight(Tensor):
+    """What stands where torch looks for a weight that these modules do not have."""
+
+
 class MixerAttention(nn.Module):
     """Multi-head attention by any mixer of the registry, called as `nn.MultiheadAttention` is.
 
@@ -37,7 +41,8 @@ class MixerAttention(nn.Module):
     """
 
     _qkv_same_embed_dim = False  # keeps nn.TransformerEncoderLayer off its fused softmax ...
-    in_proj_bias = None  # ... whose check reads this first
+    in_proj_bias = None  # ... whose check reads this first; an nn.TransformerEncoder made around softmax ...
+    in_proj_weight = torch.empty(0).as_subclass(NoWeight)  # ... declines it for arguments of another class
 
     def __init__(
         self,

@@ -170,7 +170,8 @@ def rates_of(decay: Rates, q: Tensor, k: Tensor, *, self_attention: bool) -> Ten
             decay = torch.tensor(numbers, dtype=dtype, device="cpu").to(q.device, non_blocking=True)
     if not decay.is_floating_point():
         raise TypeError(f"decay must be a floating-point tensor of rates; got {shown(decay)}")
-    if decay.shape != (H,) and decay.shape != (B, H, S):
+    wanted = (B, H, S) if decay.ndim == 3 else (H,)  # comparing with both would tie a graph's batch to H
+    if decay.shape != wanted:
         raise ValueError(
             f"decay must have shape (heads,) = {(H,)} or (batch, heads, keys) = {(B, H, S)}; "
             f"got {tuple(decay.shape)}"

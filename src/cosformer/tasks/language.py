@@ -66,6 +66,7 @@ def lm(
     shrink = TokenScores(shift=True, byte_lengths=lengths)
     fields = scoring_fields(shrink, language_metrics, "perplexity", greater_is_better=False) | sets
     fields["settings"] = {"stride": stride, "isolate": isolate}
+    tokens.encoder.tokenizer.padding_side = "left"  # prompts end where generation goes on
     return tokens.task("lm", length, kind="causal-lm", single="$A", packed=True, **fields)
 
 

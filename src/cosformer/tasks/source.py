@@ -134,6 +134,21 @@ def files(data: Any) -> dict[str, list[Path]]:
     return {split: mine for split, mine in members.items() if mine}
 
 
+def idle(data: Any) -> list[str]:
+    """A line about the files of a folder that are not read because another is named train."""
+    path = None if data is None or is_saved_dataset(data) else locate(data)
+    if path is None or not path.is_dir():
+        return []
+    parts = files(data)
+    read = {file for members in parts.values() for file in members}
+    every = [p.relative_to(path) for p in sorted(path.rglob("*")) if p.is_file() and p not in read]
+    others = [name for name in every if not any(part[0] == "." for part in name.parts)]
+    if not others:
+        return []
+    why = f"{parts['train'][0].name} is named train, and they name no split; rename it to read all"
+    return [f"{len(others):,} files are not read, such as {others[0]}: {why}"]
+
+
 def _splits_of(name: Path) -> list[str]:
     """The splits a file's name mentions; a folder's name takes precedence."""
     folders = {folder.lower() for folder in name.parts[:-1]}

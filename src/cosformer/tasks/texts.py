@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from .contract import Collate, Task
-from .source import Row, Source
+from .source import Row, Source, idle
 from .table import Table, stored
 from .tokens import encoder
 
@@ -62,7 +62,7 @@ class Prepared:
             collate=Collate(self.encoder.special.pad, packed=packed),
             settings={"length": length, **settings, **self.settings},
             left_out=tuple(self.facts["left_out"]),
-            notes=(*self.encoder.notes, *notes),
+            notes=(*self.encoder.notes, *idle(self.source.data), *notes),
             **self.encoder.fields(self.key["content"], length, single=single, pair=pair),
             **fields,
         )

@@ -238,7 +238,13 @@ def remarks(result: dict[str, Any], out: str) -> list[str]:
         score, noise = result["test"]["accuracy"], 2 * (usual * (1 - usual) / result["examples"]) ** 0.5
         if score <= usual + noise:
             told = f"IT HAS NOT LEARNED: accuracy {score:.1%} is no better than the most frequent class alone"
-            lines.append(f"{told} ({usual:.1%}). Train longer, or with another --learning_rate")
+            told += f" ({usual:.1%})"
+            if score > usual:
+                told = (
+                    f"accuracy {score:.1%} may be luck: the most frequent class alone has {usual:.1%}, and "
+                )
+                told += f"on {result['examples']:,} test examples chance adds up to {noise:.1%}; score more"
+            lines.append(f"{told}. Train longer, or with another --learning_rate")
     return lines
 
 

@@ -45,6 +45,8 @@ def train(run: Run, *, resume: bool = False, watch: TrainerCallback | None = Non
     patience = timedelta(seconds=run.training.get("ddp_timeout", 1800))
     processes = PartialState(cpu=not torch.cuda.is_available(), timeout=patience)
     with processes.main_process_first():  # it prepares the data for the others
+        if processes.is_main_process and watch is None:
+            say(f"preparing {run.task_settings.get('data', 'the data')} (the first time takes longest) ...")
         task = build_task(run)
     new = processes.is_main_process and not (out / "run.json").exists()
     if new or (longer and processes.is_main_process):
