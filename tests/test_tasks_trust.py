@@ -215,7 +215,7 @@ def test_lists_are_given_by_comma(tmp_path):
         ("x.tsv", ["neg\t" + "a long text " * 9, "pos\tb"], r"\(neg, a long .*\.\.\.\) looks like data"),
         ("x.csv", [",".join(f"c{i}" for i in range(30)), ",".join("x" * 30)], "c0, .*, c7 and 22 more"),
         ("x.jsonl", [json.dumps({"text": ["word"] * 500, "label": 1})], 
-         r"must hold text; got \['word', .{40,60}\.\.\. \(4,000 characters\)$"),
+         r"must hold text; got \['word', .{40,60}\.\.\. \(4,000 characters\) \(--skip-bad-rows N leaves"),
     ],
 )  # fmt: skip
 def test_a_table_that_is_not_understood_gets_a_hint(tmp_path, name, lines, message):

@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -239,3 +240,12 @@ def test_keep_memory_keeps_what_is_freed():
         for how in ("return", "keep")
     )
     assert kept < 8 < returned
+
+
+def test_long_preparation_is_said(monkeypatch, capsys):
+    monkeypatch.setattr(progress, "MOMENT", 0.05)
+    with progress.said_if_long("preparing x"):
+        time.sleep(0.2)
+    with progress.said_if_long("preparing y"):
+        pass
+    assert capsys.readouterr().err == "preparing x\n"

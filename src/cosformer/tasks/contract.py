@@ -29,6 +29,8 @@ def listed(names: Collection[Any], most: int = 8) -> str:
 class DataError(ValueError):
     """What is wrong with the data, and where: `path:line: what`."""
 
+    everywhere = False  # whether all rows have it, so that leaving some out does not help
+
     def __init__(self, what: str, *, path: Any = None, line: int | None = None):
         place = path if line is None else f"{path}:{line}"
         super().__init__(what if place is None else f"{place}: {what}")

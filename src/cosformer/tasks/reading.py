@@ -19,6 +19,9 @@ ARCHIVES = {b"PK\x03\x04": "zip", b"\x1f\x8b": "gzip", b"\xfd7zXZ": "xz", b"7z\x
             b"Rar!\x1a": "rar", b"BZh": "bzip2", b"\x28\xb5\x2f\xfd": "zstd"}  # fmt: skip
 
 
+REMEDY = "--skip-bad-rows N leaves out up to N rows that cannot be read"
+
+
 class BadRows:
     """Rows that cannot be read: up to `allowed` are left out and counted; one more raises the first error."""
 
@@ -30,7 +33,8 @@ class BadRows:
         self.first = self.first or error
         self.count += 1
         if not self.allowed:
-            raise error from None
+            remedy = "" if error.everywhere else f" ({REMEDY})"
+            raise DataError(f"{error}{remedy}") from None
         if self.count > self.allowed:
             allowed = f"--skip-bad-rows allows {self.allowed:,} rows that cannot be read; there are more"
             raise DataError(f"{self.first} ({allowed})") from None

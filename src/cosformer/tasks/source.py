@@ -51,7 +51,9 @@ class Row:
         for name in known:
             if name in self.fields or name.lower() in lowered:
                 return name if name in self.fields else lowered[name.lower()]
-        raise self.error(f"no column named {' or '.join(known)}; {_found(self.fields, argument)}")
+        error = self.error(f"no column named {' or '.join(known)}; {_found(self.fields, argument)}")
+        error.everywhere = True
+        raise error
 
     def text(self, asked: str | None, usual: Sequence[str] = (), *, argument: str = "text") -> str:
         """The text of a column; see `column`."""

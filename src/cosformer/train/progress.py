@@ -6,6 +6,8 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,6 +18,7 @@ from transformers.utils import logging
 
 from ..seal import write
 
+MOMENT = 2.0  # seconds without a word
 OWN = ("runtime", "per_second", "model_preparation_time")  # endings of what the Trainer adds to scores
 
 
@@ -36,6 +39,18 @@ def say(line: str, *, to: TextIO | None = None) -> None:
     """Prints what a user must know, by default to stderr, in rank 0 only."""
     if os.environ.get("RANK", "0") == "0":
         print(line, file=to or sys.stderr, flush=True)
+
+
+@contextmanager
+def said_if_long(line: str) -> Iterator[None]:
+    """Say what is being done if it takes more than a moment."""
+    timer = threading.Timer(MOMENT, say, [line])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 class Metrics(TrainerCallback):

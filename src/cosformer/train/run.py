@@ -20,7 +20,7 @@ from . import models
 from .alive import Lost, signalled, watched
 from .build import build_model, build_task, build_trainer, final_examples, refused, scores
 from .checkpoints import newest_whole, put_aside
-from .progress import Bar, Interrupt, Metrics, say
+from .progress import Bar, Interrupt, Metrics, said_if_long, say
 from .settings import DEFAULTS, Run, SettingsError
 from .trainer import UNWRITABLE, Interrupted, Stopped, Trainer
 
@@ -44,9 +44,8 @@ def train(run: Run, *, resume: bool = False, watch: TrainerCallback | None = Non
         return result
     patience = timedelta(seconds=run.training.get("ddp_timeout", 1800))
     processes = PartialState(cpu=not torch.cuda.is_available(), timeout=patience)
-    with processes.main_process_first():  # it prepares the data for the others
-        if processes.is_main_process and watch is None:
-            say(f"preparing {run.task_settings.get('data', 'the data')} (the first time takes longest) ...")
+    told = f"preparing {run.task_settings.get('data', 'the data')}: the first time takes longest"
+    with processes.main_process_first(), said_if_long(told):  # it prepares the data for the others
         task = build_task(run)
     new = processes.is_main_process and not (out / "run.json").exists()
     if new or (longer and processes.is_main_process):
