@@ -200,7 +200,7 @@ def full(root: str) -> list[Subject]:
                               fields={**of.fields, "short_conv": 4, "qk_norm": True})
           for of in (few, many_pairs)),
         dataclasses.replace(  # four layers: one in four of the hybrid's is softmax
-            recall(128, 16, search_on=few), name="recall-128-16-deep", seeds=(0,),
+            recall(128, 16), name="recall-128-16-deep", seeds=(0,),  # with rates of its own
             title="Recall of 16 pairs in 128 tokens, four layers",
             fields={"num_hidden_layers": 4, "initializer_range": 0.02},
             only=("softmax+rope", "cosformer", "cosformer-hybrid"),
