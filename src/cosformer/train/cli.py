@@ -240,10 +240,10 @@ def remarks(result: dict[str, Any], out: str) -> list[str]:
             told = f"IT HAS NOT LEARNED: accuracy {score:.1%} is no better than the most frequent class alone"
             told += f" ({usual:.1%})"
             if score > usual:
+                chance = f"on {result['examples']:,} test examples chance adds up to {noise:.1%}; score more"
                 told = (
-                    f"accuracy {score:.1%} may be luck: the most frequent class alone has {usual:.1%}, and "
+                    f"accuracy {score:.1%} may be luck: the most frequent class has {usual:.1%}, and {chance}"
                 )
-                told += f"on {result['examples']:,} test examples chance adds up to {noise:.1%}; score more"
             lines.append(f"{told}. Train longer, or with another --learning_rate")
     return lines
 

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import platform
 import time
+from contextlib import nullcontext
 from datetime import timedelta
 from importlib.metadata import version
 from pathlib import Path
@@ -45,7 +46,8 @@ def train(run: Run, *, resume: bool = False, watch: TrainerCallback | None = Non
     patience = timedelta(seconds=run.training.get("ddp_timeout", 1800))
     processes = PartialState(cpu=not torch.cuda.is_available(), timeout=patience)
     told = f"preparing {run.task_settings.get('data', 'the data')}: the first time takes longest"
-    with processes.main_process_first(), said_if_long(told):  # it prepares the data for the others
+    said = said_if_long(told) if watch is None else nullcontext()  # who watches says it in its own way
+    with processes.main_process_first(), said:  # it prepares the data for the others
         task = build_task(run)
     new = processes.is_main_process and not (out / "run.json").exists()
     if new or (longer and processes.is_main_process):
